@@ -12,8 +12,6 @@ at position t - 1, so `values[b, t]` is the value of the state BEFORE token t is
 """
 
 import copy
-import json
-import os
 from functools import lru_cache
 from pathlib import Path
 
@@ -164,10 +162,10 @@ def load_policy(name: str, *, critic: str = "shared", seed: int = 0, device="cpu
     policy = Policy(model, tokenizer, processor, critic, seed)
     saved = Path(name) / "critic.safetensors"
     if saved.exists():
-        try:
-            policy.load_state_dict({**policy.state_dict(), **load_file(saved)})
-        except RuntimeError as error:
-            raise ValueError(f"{saved} was saved with another --critic than {critic!r}") from error
+        state, own = load_file(saved), policy.critic_state()
+        if {k: v.shape for k, v in state.items()} != {k: v.shape for k, v in own.items()}:
+            raise ValueError(f"{saved} was saved with another --critic than {critic!r}")
+        policy.load_state_dict(state, strict=False)
     return policy.to(device)
 
 
@@ -176,7 +174,7 @@ def save_policy(policy: "Policy", folder: str | Path) -> None:
     policy.lm.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
     policy.processor.save_pretrained(folder)
-    critic = {k: v.contiguous() for k, v in policy.state_dict().items() if not k.startswith("lm.")}
+    critic = {name: tensor.contiguous() for name, tensor in policy.critic_state().items()}
     save_file(critic, Path(folder) / "critic.safetensors")
 
 
@@ -225,7 +223,7 @@ def collate(transcripts: list[Transcript]) -> dict:
 
     positions = pad([torch.cat(t.positions, 1).T for t in transcripts], batch_first=True)
     batch = {name: join(name) for name in ("ids", "mask", "logprobs", "values")}
-    batch["positions"] = rearrange(positions, "b t axis -> axis b t")
+    batch["positions"] = rearrange(positions, "b t xyz -> xyz b t")
     batch["rewards"] = torch.zeros_like(batch["mask"])
     batch["turn_end"] = torch.zeros_like(batch["mask"])
     for row, transcript in enumerate(transcripts):
@@ -281,12 +279,9 @@ class Policy(nn.Module):
     def device(self):
         return self.value_head.weight.device
 
-    def policy_parameters(self):
-        return self.lm.parameters()
-
-    def critic_parameters(self):
-        own = list(self.critic.parameters()) if self.critic is not None else []
-        return own + list(self.value_head.parameters())
+    def critic_state(self) -> dict:
+        """What `from_pretrained` would not know: the value head and a separate critic's trunk."""
+        return {k: v for k, v in self.state_dict().items() if not k.startswith("lm.")}
 
     def hidden(self, trunk, ids, positions, pixels, grids, mask=None, cache=None) -> Tensor:
         """Last hidden states [B, T, D] of a trunk (the policy's or the critic's)."""
@@ -488,7 +483,7 @@ class Dialogue:
             grids.append(grid[None])
         lengths = torch.tensor([len(i) for i in ids], device=policy.device)
         pad = nn.utils.rnn.pad_sequence
-        positions = rearrange(pad(positions, batch_first=True), "b t axis -> axis b t")
+        positions = rearrange(pad(positions, batch_first=True), "b t xyz -> xyz b t")
         hidden = self._feed(pad(ids, batch_first=True), positions, lengths, pixels, grids)
         self.state = hidden[torch.arange(len(rows)), lengths - 1]  # [rows, D]: before the next token
 

@@ -366,8 +366,10 @@ def test_whiten_by_hand():
     close(whiten(f64([[1, 1 + 2e-4]]), torch.ones(1, 2)), f64([[-1, 1]]) * 1e-4 / 3e-8**0.5)  # eps
     far = torch.tensor([[1e4 - 1, 1e4, 1e4 + 1]])  # float32: the mean of squares would lose this
     close(whiten(far, torch.ones(1, 3)), torch.tensor([[-1.0, 0, 1]]), 1e-6)
+    big = torch.tensor([[4e4, 5e4]], dtype=torch.float16)  # their sum is not a float16
+    close(whiten(big, torch.ones(1, 2)), torch.tensor([[-(0.5**0.5), 0.5**0.5]]).half())
     with pytest.raises(ValueError, match="row 1: x is not finite"):
-        whiten(x, torch.ones(2, 3) * f64([[1, 1, 0], [1, 1, 0]]))
+        whiten(x, f64([[1, 1, 0], [1, 1, 0]]))
 
 
 def whiten_rank(rank, path):
@@ -466,6 +468,9 @@ def test_kl_by_hand():
     (k1 + k2 + k3).sum().backward()
     # 1 + d + (1 - exp(-d));  at d = -100 the exp is clamped, its part has no gradient
     close(lp.grad, f64([[2 + LN2 - 0.5, 2 - LN2 - 2, 102, 1 - 100, 1, 0]]))
+    lp = torch.tensor([[-100.0, 100.0]]).requires_grad_()  # float32: exp(100) is inf
+    kl_terms(lp, torch.zeros(1, 2), torch.ones(1, 2))[2].sum().backward()
+    close(lp.grad, torch.tensor([[0.0, 1]]))
 
 
 def losses(new, values, batch, count):
@@ -498,8 +503,17 @@ def test_micro_batches_add_up(count_as):
         total = total + part.detach()
     close(total, whole.detach())
     close((new.grad, values.grad), expected)
-    half = torch.ones(1, 4096, dtype=torch.bfloat16)  # bf16 would stop counting at 256
-    assert masked_mean(half, half, 1.0) == 4096
+
+
+def test_losses_are_float32_and_their_gradient_has_one_way():
+    x, y, z = torch.randn(3, 2, 3, generator=torch.Generator().manual_seed(0))
+    one, half = torch.ones(2, 3), [t.bfloat16().requires_grad_() for t in (x, y, z)]
+    outs = [policy_loss(*half, one, clip=0.2), value_loss(*half, one, clip=0.2),
+            masked_mean(half[0], one), *kl_terms(*half[:2], one)]
+    assert all(out.dtype == torch.float32 for out in outs)
+    sum(out.sum() for out in outs).backward()
+    assert [t.grad is not None for t in half] == [True, False, False]
+    assert not any(t.requires_grad for t in policy_stats(*half[:2], one, clip=0.2).values())
 
 
 def test_fast_enough():

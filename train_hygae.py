@@ -620,9 +620,9 @@ def iteration_metrics(total: list, updates: int) -> dict:
     return out | {name: value / updates for name, value in zip(names, losses)}
 
 
-def parse_args() -> Args:
+def parse_args(argv: list[str] | None = None) -> Args:
     """The command line; with --resume, on top of the arguments of that run."""
-    args = tyro.cli(Args, description=__doc__)
+    args = tyro.cli(Args, args=argv, description=__doc__)
     if not args.resume:
         return args
     saved = Path(args.resume) / "args.json"
@@ -630,7 +630,7 @@ def parse_args() -> Args:
         sys.exit(f"train_hygae.py: --resume {args.resume} holds no args.json; runs lie in runs/")
     stored = json.loads(saved.read_text()) | {"resume": args.resume, "run_dir": ""}
     stored["env_options"] = tuple(stored["env_options"])
-    return tyro.cli(Args, default=Args(**stored), description=__doc__)
+    return tyro.cli(Args, args=argv, default=Args(**stored), description=__doc__)
 
 
 if __name__ == "__main__":
