@@ -403,10 +403,12 @@ def mrope(is_image: Tensor, grid: tuple, merge: int) -> tuple[Tensor, int]:
 class PackedCache(Cache):
     """Keys and values of B conversations without holes: row b's next token goes to slot `filled[b]`.
 
-    Buffers [B, slots, heads, head_dim] grow by doubling and are written in place. A chunk that is padded
-    on the right leaves rubbish behind a row's end, which the causal mask hides and the next chunk
-    overwrites. The rows in use are always the first ones, so that a smaller batch is a view.
+    Buffers [B, heads, slots, head_dim] are written in place and grow by a turn's worth at a time. A
+    chunk that is padded on the right leaves rubbish behind a row's end, which the causal mask hides
+    and the next chunk overwrites. The rows in use are the first ones: a smaller batch is a view.
     """
+
+    spare = 64  # slots beyond what is needed now, so that single tokens rarely make the buffers grow
 
     def __init__(self, rows: int, device):
         super().__init__(layers=[])
@@ -426,15 +428,14 @@ class PackedCache(Cache):
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args, **kwargs):
         out = []
         for store, new in ((self.keys, keys), (self.vals, values)):
-            new = new.transpose(1, 2)  # [B, n, heads, head_dim]
             old = store.get(layer_idx)
-            if old is None or old.shape[1] < self.end:
-                size = (len(self.filled), max(64, 2 * self.end), *new.shape[2:])
+            if old is None or old.shape[2] < self.end:
+                size = (len(self.filled), new.shape[1], self.end + self.spare, new.shape[3])
                 store[layer_idx] = new.new_zeros(size)
                 if old is not None:
-                    store[layer_idx][:, : old.shape[1]] = old
-            store[layer_idx][self.rows, self.slots] = new
-            out.append(store[layer_idx][: len(new), : self.end].transpose(1, 2))
+                    store[layer_idx][:, :, : old.shape[2]] = old
+            store[layer_idx][self.rows, :, self.slots] = new.transpose(1, 2)
+            out.append(store[layer_idx][: len(new), :, : self.end])
         return out
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -444,9 +445,11 @@ class PackedCache(Cache):
         """Reorder (or drop) rows; they need not all be kept."""
         index = torch.tensor(rows, device=self.filled.device)
         self.filled = self.filled[index]
+        used = self.get_seq_length()
         for store in (self.keys, self.vals):
             for layer, tensor in store.items():
-                store[layer] = tensor[index]
+                store[layer] = tensor.new_zeros(len(rows), *tensor.shape[1:])  # masked is not NaN
+                store[layer][:, :, :used] = tensor[index, :, :used]
 
 
 class Dialogue:
@@ -522,7 +525,7 @@ class Dialogue:
             going = going & (token != eos).cpu()
             if step + 1 == limit or not going.any():
                 break
-            if going.sum() < 0.9 * len(index):  # unfinished rows to the front: the rest stop costing
+            if going.sum() < 0.75 * len(index):  # unfinished rows to the front: the rest stop costing
                 front = torch.cat([going.nonzero(), (~going).nonzero()]).flatten()
                 moved = front.tolist() + list(range(len(front), len(order)))
                 self.cache.keep(moved)
@@ -557,5 +560,8 @@ def sample(logprobs: Tensor, uniforms: Tensor, temperature: float) -> Tensor:
     if temperature == 0:
         return logprobs.argmax(-1)
     cumulative = logprobs.double().exp().cumsum(-1)
+    if not torch.isfinite(cumulative[:, -1]).all():
+        bad = (~torch.isfinite(cumulative[:, -1])).nonzero().flatten().tolist()
+        raise FloatingPointError(f"the policy's logits are not finite in rows {bad}: weights are broken")
     target = uniforms.to(cumulative)[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
