@@ -346,13 +346,20 @@ class FrozenLake(TurnEnv):
         return {"G": True, "H": False}.get(self.letters[self._ground.flat[state]])
 
     def _think(self):
-        """The goal's direction, then the sides with a hole: "goal down right hole up"."""
-        row, col = divmod(self._state, self.size)
-        goal_row, goal_col = np.argwhere(self._ground == self.letters.index("G"))[0].tolist()
-        words = ["goal"] + ["up"] * (goal_row < row) + ["down"] * (goal_row > row)
-        words += ["left"] * (goal_col < col) + ["right"] * (goal_col > col)
-        sides = [side for side in SIDES if self._result(self._next(self._state, side)) is False]
-        return " ".join(words + ["hole"] * bool(sides) + [side.lower() for side in sides])
+        """What lies on each side, always in the same order: "left edge down hole right ice up edge";
+        before it, where the corners are random, the flag's direction: "flag down right"."""
+        words = []
+        if self.random_corners:
+            row, col = divmod(self._state, self.size)
+            flag_row, flag_col = np.argwhere(self._ground == self.letters.index("G"))[0].tolist()
+            words += ["flag"] + ["up"] * (flag_row < row) + ["down"] * (flag_row > row)
+            words += ["left"] * (flag_col < col) + ["right"] * (flag_col > col)
+        for side in SIDES:
+            there = self._next(self._state, side)
+            result = self._result(there)
+            seen = "edge" if there == self._state else {True: "flag", False: "hole", None: "ice"}[result]
+            words += [side.lower(), seen]
+        return " ".join(words)
 
     def _grid(self):
         grid = self._ground.copy()

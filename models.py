@@ -79,12 +79,13 @@ def tiny_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def make_tiny(folder: str | Path, texts: list[str], seed: int) -> None:
-    """Write a randomly initialised Qwen2-VL (about 0.3 M parameters) as an ordinary model folder.
+    """Write a randomly initialised Qwen2-VL (about 0.5 M parameters) as an ordinary model folder.
 
     texts: whatever the environments say and expect; their words become the vocabulary.
     RoPE is the trap at this size: with the usual theta of 1e6 and a head of 16 the height and width
     phases of neighbouring cells are the same to three digits, and the model cannot see where things
-    are. Theta 5 (text) and 10 (vision) with a wide initialisation learn to see in a few hundred steps.
+    are. Theta 2.5 (text) and 10 (vision) with a wide initialisation learn to see in some hundred
+    steps. A patch is one 28 px cell (the large models merge 2 x 2 patches of 14 px into the same).
     """
     tokenizer = tiny_tokenizer(texts)
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL}
@@ -98,18 +99,20 @@ def make_tiny(folder: str | Path, texts: list[str], seed: int) -> None:
             num_key_value_heads=4,
             initializer_range=0.1,
             max_position_embeddings=4096,
-            rope_parameters=dict(rope_type="default", mrope_section=[2, 3, 3], rope_theta=5.0),
+            rope_parameters=dict(rope_type="default", mrope_section=[2, 3, 3], rope_theta=2.5),
             bos_token_id=None,
             eos_token_id=ids["<|im_end|>"],
             pad_token_id=ids["<|endoftext|>"],
         ),
         vision_config=dict(
-            depth=1,
-            embed_dim=32,
-            num_heads=2,
+            depth=2,
+            embed_dim=48,
+            num_heads=4,
             mlp_ratio=2,
             hidden_size=64,
-            patch_size=14,
+            patch_size=28,
+            spatial_merge_size=1,
+            temporal_patch_size=1,
             initializer_range=0.1,
             rope_parameters=dict(rope_type="axial", rope_theta=10.0),
         ),
@@ -121,7 +124,10 @@ def make_tiny(folder: str | Path, texts: list[str], seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    processor = Qwen2VLImageProcessorPil(size=dict(shortest_edge=28**2, longest_edge=28**2 * 1280))
+    size = dict(shortest_edge=28**2, longest_edge=28**2 * 1280)  # pixels a frame
+    processor = Qwen2VLImageProcessorPil(
+        size=size, patch_size=28, merge_size=1, temporal_patch_size=1
+    )
     for part in (model, tokenizer, processor):
         part.save_pretrained(folder)
 

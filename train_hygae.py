@@ -82,7 +82,7 @@ class Args:
     """Passes over the episodes of an iteration."""
     minibatches: int = 4
     """Optimiser steps a pass."""
-    micro_batch: int = 16
+    micro_batch: int = 12
     """Episodes a forward pass on one process; changes memory and speed, not the gradient."""
     max_tokens: int = 32
     """Longest reply in tokens; a longer one is cut and counted."""
@@ -293,19 +293,27 @@ def cold_start(policy, args, rank, world, log) -> None:
         batch = collate(demonstrate(policy, env, seeds, args))
         returns = hygrow.token_gae(batch["rewards"], batch["values"], batch["mask"],
                                    gamma=args.gamma, lam=1.0)[1]
-        tokens = all_reduce_sum(batch["mask"].sum())
-        out = policy(batch, args.temperature)
-        cross_entropy = -out["logprobs"].sum() / tokens
-        value = hygrow.masked_mean((out["values"] - returns.to(policy.device)) ** 2,
-                                   batch["mask"].to(policy.device), tokens)
-        (cross_entropy + 0.5 * value).backward()
+        batch["returns"] = returns
+        tokens = all_reduce_sum(batch["mask"].sum().to(policy.device))
+        loss = torch.zeros(2, device=policy.device)
+        order = batch["length"].argsort()  # rows of a like length together: less padding
+        for micro in order.split(min(args.micro_batch, max(len(order) // 2, 1))):
+            micro = take(batch, micro.tolist())
+            out = policy(micro, args.temperature)
+            cross_entropy = -out["logprobs"].sum() / tokens
+            error = out["values"] - micro["returns"].to(policy.device)
+            value = hygrow.masked_mean(error**2, micro["mask"].to(policy.device), tokens)
+            (cross_entropy + 0.5 * value).backward()
+            loss += torch.stack([cross_entropy, value]).detach()
         reduce_gradients(parameters)
         norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+        if not torch.isfinite(norm):
+            raise RuntimeError(f"cold start step {step}: the gradient is {float(norm)}, not finite")
         for group in optimizer.param_groups:
             group["lr"] = peak * min((step + 1) / 30, 1 - step / args.cold_start)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        loss = all_reduce_sum(torch.stack([cross_entropy, value]).detach().cpu()).tolist()
+        loss = all_reduce_sum(loss).tolist()
         bar.set_postfix(cross_entropy=f"{loss[0]:.3f}", refresh=False)
         if rank == 0 and (step % 20 == 0 or step + 1 == args.cold_start):
             log({"cold_start/step": step, "cold_start/cross_entropy": loss[0],

@@ -1,0 +1,143 @@
+"""Pictures of a run: its learning curve, and one episode on a held-out level.
+
+    python plot.py curve --runs runs/A runs/B runs/C --out docs/curve.png
+    python plot.py episode --run runs/A --level 3 --out docs/episode.png
+    python plot.py summary --runs runs/A runs/B runs/C
+"""
+
+import json
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import matplotlib
+import torch
+import tyro
+
+from models import Dialogue, load_policy
+from train_hygae import Args, checkpoints
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402  (after the backend is chosen: no display needed)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Held-out success over iterations, thin lines the runs, thick lines their median."""
+
+    runs: tuple[str, ...]
+    """Run folders, usually the same command with several seeds."""
+    out: str = "docs/curve.png"
+    """Picture to write."""
+    title: str = ""
+    """Heading; default: the environment."""
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One held-out episode: what the policy saw and said in each turn."""
+
+    run: str
+    """Run folder; its newest checkpoint plays."""
+    level: int = 0
+    """Seed of the held-out level."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    out: str = "docs/episode.png"
+    """Picture to write."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Cold start and end of each run and their median, as a table."""
+
+    runs: tuple[str, ...]
+    """Run folders."""
+
+
+def read(run: str) -> tuple[dict, list[dict]]:
+    """The arguments of a run and its evaluations, in order."""
+    folder = Path(run)
+    if not (folder / "metrics.jsonl").exists():
+        raise SystemExit(f"plot.py: {run} holds no metrics.jsonl; is it the folder of a run?")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    args = json.loads((folder / "args.json").read_text())
+    return args, [line for line in lines if line.get("label", "untrained") != "untrained"]
+
+
+def curve(options: Curve) -> None:
+    figure, axis = plt.subplots(figsize=(7, 4), constrained_layout=True)
+    for name, colour, label in (("eval/success", "C0", "sampled"), ("eval/greedy_success", "C1", "greedy")):
+        points = {}
+        for run in options.runs:
+            _, records = read(run)
+            axis.plot([r["iteration"] for r in records], [r[name] for r in records], colour, alpha=0.3, lw=1)
+            for r in records:
+                points.setdefault(r["iteration"], []).append(r[name])
+        shared = sorted(i for i, values in points.items() if len(values) == len(options.runs))
+        axis.plot(shared, [median(points[i]) for i in shared], colour, lw=2.5,
+                  label=f"{label}, median of {len(options.runs)} seed(s)")
+    args, _ = read(options.runs[0])
+    title = options.title or " ".join([args["env"], *args["env_options"]])
+    axis.set(xlabel="iteration of reinforcement learning (0: after the cold start)",
+             ylabel="success on held-out levels", ylim=(0, 1), title=title)
+    axis.grid(alpha=0.3)
+    axis.legend(loc="lower right")
+    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(options.out, dpi=130)
+
+
+@torch.no_grad()
+def episode(options: Episode) -> None:
+    stored, _ = read(options.run)
+    args = Args(**{**stored, "env_options": tuple(stored["env_options"]), "resume": ""})
+    policy = load_policy(str(checkpoints(Path(options.run))[-1]), critic=args.critic)
+    env = args.make_env("eval")
+    seen, _ = env.reset(seed=options.level)
+    dialogue, frames, done = Dialogue(policy, 1, env.system_prompt), [], False
+    generator = torch.Generator().manual_seed(options.level)
+    while not done:
+        dialogue.observe([0], [seen["text"]], [seen["image"]])
+        uniforms = torch.rand(1, args.max_tokens, generator=generator, dtype=torch.float64)
+        reply = dialogue.reply(args.max_tokens, uniforms, options.temperature)[0]
+        image = seen["image"]
+        seen, reward, ended, truncated, info = env.step(reply)
+        frames.append((image, f"{reply}\nreward {reward:+.1f}"))
+        done = ended or truncated
+    frames.append((seen["image"], "solved" if info["success"] else "not solved"))
+    figure, axes = plt.subplots(1, len(frames), figsize=(3 * len(frames), 4.4), constrained_layout=True)
+    for turn, (axis, (image, text)) in enumerate(zip(axes, frames), 1):
+        axis.imshow(image, interpolation="nearest")
+        axis.set_axis_off()
+        axis.set_title(f"turn {turn}" if turn < len(frames) else "end", fontsize=10)
+        text = text.replace("</think>", "</think>\n")
+        lines = [part for line in text.splitlines() for part in textwrap.wrap(line, 34)]
+        axis.text(0, -0.04, "\n".join(lines), transform=axis.transAxes, va="top", fontsize=8.5, family="monospace",
+                  parse_math=False)
+    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(options.out, dpi=110)
+    print(f"level {options.level}: {'solved' if info['success'] else 'not solved'} in {info['moves']} moves")
+
+
+def summary(options: Summary) -> None:
+    rows = []
+    for run in options.runs:
+        _, records = read(run)
+        rows.append([records[0]["eval/success"], records[0]["eval/greedy_success"],
+                     records[-1]["eval/success"], records[-1]["eval/greedy_success"],
+                     records[-1]["time/seconds"] / 60])
+    print("| run | cold start sampled | greedy | end sampled | greedy | minutes |\n|---|---|---|---|---|---|")
+    for name, row in [*zip(options.runs, rows), ("median", [median(column) for column in zip(*rows)])]:
+        print(f"| {name} | " + " | ".join(f"{x:.1%}" for x in row[:4]) + f" | {row[4]:.1f} |")
+
+
+if __name__ == "__main__":
+    command = tyro.cli(
+        Annotated[Curve, tyro.conf.subcommand("curve")]
+        | Annotated[Episode, tyro.conf.subcommand("episode")]
+        | Annotated[Summary, tyro.conf.subcommand("summary")],
+        description=__doc__,
+    )
+    {Curve: curve, Episode: episode, Summary: summary}[type(command)](command)
