@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import (
+    AttentionInterface,
     AutoConfig,
     AutoImageProcessor,
     AutoModelForImageTextToText,
@@ -31,6 +32,7 @@ from transformers import (
     Qwen2VLImageProcessorPil,
 )
 from transformers.cache_utils import Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils.logging import disable_progress_bar
 
 disable_progress_bar()  # "Writing model shards" at every checkpoint
@@ -165,6 +167,8 @@ def load_policy(name: str, *, critic: str = "shared", seed: int = 0, device="cpu
             f"--model {name}: incomplete, {str(error).splitlines()[0]}. Needed: config.json, "
             "*.safetensors, tokenizer files, preprocessor_config.json"
         ) from error
+    model.model.language_model.config._attn_implementation = "hygrow_text"
+    model.model.visual.config._attn_implementation = "hygrow_image_flash"
     policy = Policy(model, tokenizer, processor, critic, seed)
     saved = Path(name) / "critic.safetensors"
     if saved.exists():
@@ -182,6 +186,41 @@ def save_policy(policy: "Policy", folder: str | Path) -> None:
     policy.processor.save_pretrained(folder)
     critic = {name: tensor.contiguous() for name, tensor in policy.critic_state().items()}
     save_file(critic, Path(folder) / "critic.safetensors")
+
+
+# -------------------------------------------------------------------------------- attention
+def text_attention(module, query, key, value, attention_mask, **options):
+    """SDPA, but for single new tokens two matrix products, about twice as fast on a CPU.
+
+    query [B, heads, 1, D], key and value [B, kv_heads, slots, D], attention_mask bool [B, 1, 1, slots].
+    """
+    if query.shape[2] > 1 or attention_mask is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    grouped = rearrange(query, "b (kv g) 1 d -> b kv g d", kv=key.shape[1])
+    scores = (grouped @ key.transpose(2, 3)) * options["scaling"]
+    weights = scores.masked_fill(~attention_mask, -torch.inf).softmax(-1)
+    return rearrange(weights @ value, "b kv g d -> b 1 (kv g) d"), None
+
+
+def image_attention(module, query, key, value, attention_mask, *, cu_seq_lens_q, scaling, **_):
+    """Attention within each image (or window), all of one size in one call instead of one by one.
+
+    query, key, value [1, heads, tokens, D]; cu_seq_lens_q [images + 1]: where each image starts.
+    """
+    starts, lengths = cu_seq_lens_q[:-1], cu_seq_lens_q.diff()
+    outputs, places = [], []
+    for length in lengths.unique().tolist():
+        where = (starts[lengths == length, None] + torch.arange(length, device=starts.device)).flatten()
+        parts = [rearrange(x[0, :, where], "h (n l) d -> n h l d", l=length) for x in (query, key, value)]
+        out = nn.functional.scaled_dot_product_attention(*parts, scale=scaling)
+        outputs.append(rearrange(out, "n h l d -> (n l) h d"))
+        places.append(where)
+    return torch.cat(outputs)[torch.cat(places).argsort()][None], None
+
+
+AttentionInterface.register("hygrow_text", text_attention)
+# transformers hands the image boundaries over only to implementations with "flash" in their name.
+AttentionInterface.register("hygrow_image_flash", image_attention)
 
 
 # --------------------------------------------------------------------------- conversations
@@ -531,7 +570,7 @@ class Dialogue:
             going = going & (token != eos).cpu()
             if step + 1 == limit or not going.any():
                 break
-            if going.sum() < 0.75 * len(index):  # unfinished rows to the front: the rest stop costing
+            if going.sum() < 0.6 * len(index):  # unfinished rows to the front: the rest stop costing
                 front = torch.cat([going.nonzero(), (~going).nonzero()]).flatten()
                 moved = front.tolist() + list(range(len(front), len(order)))
                 self.cache.keep(moved)

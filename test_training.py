@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
-from transformers import Qwen2_5_VLConfig, Qwen3VLConfig
+from transformers import Qwen2_5_VLConfig, Qwen2VLImageProcessorPil, Qwen3VLConfig
 
 import models
 import train_hygae
@@ -58,6 +58,7 @@ def other_class(kind: str, tokenizer, folder: Path) -> None:
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
+    Qwen2VLImageProcessorPil(size=dict(shortest_edge=28**2, longest_edge=10**6)).save_pretrained(folder)
 
 
 @pytest.fixture(scope="session")

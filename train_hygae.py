@@ -88,17 +88,17 @@ class Args:
     """Longest reply in tokens; a longer one is cut and counted."""
     temperature: float = 1.0
     """Sampling temperature; the policy that is trained is softmax(logits / temperature)."""
-    lr: float = 7e-4
+    lr: float = 2e-4
     """AdamW learning rate, annealed linearly to a tenth; the paper: 1e-6 for a pretrained 3B model."""
     max_grad_norm: float = 1.0
     """Gradient clipping; an update whose gradient is not finite is skipped and counted."""
     iterations: int = 100
     """Iterations of reinforcement learning."""
-    cold_start: int = 400
+    cold_start: int = 600
     """Supervised steps (of 16 demonstrations) before; 0 for a model that knows the format already."""
-    demo_noise: float = 0.4
+    demo_noise: float = 0.5
     """Share of random actions in the demonstrations; more leaves more to reinforcement learning."""
-    eval_every: int = 10
+    eval_every: int = 20
     """Iterations between evaluations on held-out levels, sampled and greedy."""
     eval_episodes: int = 256
     """Episodes of an evaluation; the last one uses twice as many."""
