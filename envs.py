@@ -410,7 +410,7 @@ class Sokoban(TurnEnv):
         "size": (6, 5, 10),
         "boxes": (1, 1, 4),
         "min_moves": (1, 1, 40),
-        "max_moves": (8, 1, 40),
+        "max_moves": (5, 1, 40),
     }
 
     def __init__(self, **options):
@@ -508,21 +508,18 @@ class Sokoban(TurnEnv):
         return True if state[1] == self._targets else None
 
     def _think(self):
-        """The nearest open box from the player and the nearest open target from that box:
-        "box up up left target right" is a box 2 up and 1 left, and a target 1 right of it."""
+        """Row and column of the player, of the nearest open box and of the nearest open target from
+        there: "you 2 3 box 3 3 target 4 2"."""
         player, boxes = self._state
-        words, here = [], player
+        here, words = player, ["you", *divmod(player, self.size)]
         for name, cells in (("box", set(boxes).difference(self._targets)),
                             ("target", set(self._targets).difference(boxes))):
-            ways = [(self._way(here, cell), cell) for cell in sorted(cells)]
-            way, here = min(ways, key=lambda pair: len(pair[0]), default=([], here))
-            words += [name, *way]
-        return " ".join(words)
+            here = min(sorted(cells), key=lambda cell: self._distance(here, cell), default=here)
+            words += [name, *divmod(here, self.size)]
+        return " ".join(map(str, words))
 
-    def _way(self, start, end):
-        """The offset between two cells, counted out in words: ["up", "up", "left"]."""
-        down, right = np.subtract(divmod(end, self.size), divmod(start, self.size)).tolist()
-        return ["up"] * -down + ["down"] * down + ["left"] * -right + ["right"] * right
+    def _distance(self, start, end):
+        return sum(abs(a - b) for a, b in zip(divmod(start, self.size), divmod(end, self.size)))
 
     def _grid(self):
         player, boxes = self._state

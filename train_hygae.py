@@ -70,7 +70,7 @@ class Args:
     """Clip range of the value update in scaled reward units (hygrow.value_loss)."""
     value_coef: float = 0.5
     """Weight of the value loss."""
-    entropy_coef: float = 0.015
+    entropy_coef: float = 0.01
     """Weight of the entropy bonus (nats per token); the paper: 0.001."""
     kl_coef: float = 0.0
     """Weight of the KL penalty to the cold-start policy in the reward (k1); the paper: 0.001."""
@@ -92,7 +92,7 @@ class Args:
     """AdamW learning rate, annealed linearly to a tenth; the paper: 1e-6 for a pretrained 3B model."""
     max_grad_norm: float = 1.0
     """Gradient clipping; an update whose gradient is not finite is skipped and counted."""
-    iterations: int = 100
+    iterations: int = 150
     """Iterations of reinforcement learning."""
     cold_start: int = 600
     """Supervised steps (of 16 demonstrations) before; 0 for a model that knows the format already."""
