@@ -3,9 +3,9 @@
     python bench.py                      # a freshly made tiny model
     python bench.py --model runs/NAME/step_000100
 
-Rollout: tokens/s of `models.Dialogue` against calling `model.generate` afresh for the whole conversation
-at every turn, as turn-based agents usually do: the same model, batch, levels and reply limit, in turn in
-one process. Quote the ratio, not the seconds: machines are noisy.
+Rollout: tokens/s of `models.Dialogue` against calling `model.generate` afresh for the whole
+conversation at every turn, as turn-based agents usually do: the same model, batch, levels and reply
+limit, in turn in one process. Quote the ratio, not the seconds: machines are noisy.
 """
 
 import tempfile
@@ -38,8 +38,8 @@ class Bench:
 
 
 def generate_afresh(policy: Policy, scripts: list[Transcript], limit: int) -> list[list[int]]:
-    """One turn by transformers' generate on the whole conversations, left padded. Token ids each."""
-    batch, eos = collate(scripts), policy.tokenizer.eos_token_id
+    """One turn by transformers' generate on whole conversations, left padded. Token ids each."""
+    batch, eos = collate(scripts), policy.eos
     length = batch["length"].tolist()
     width = max(length)
     ids = torch.full((len(scripts), width), policy.tokenizer.pad_token_id)
@@ -78,8 +78,9 @@ def play(policy: Policy, envs: list, limit: int, ours: bool) -> tuple[int, float
             tokens = generate_afresh(policy, [scripts[i] for i in live], limit)
             for i, row in zip(live, tokens):
                 scripts[i].reply(torch.tensor(row))
-            eos = policy.tokenizer.eos_token_id
-            replies = policy.tokenizer.batch_decode([[t for t in row if t != eos] for row in tokens])
+            eos = policy.eos
+            kept = [[t for t in row if t != eos] for row in tokens]
+            replies = policy.tokenizer.batch_decode(kept)
         seconds += time.perf_counter() - start
         going = []
         for i, reply in zip(live, replies):
@@ -112,7 +113,7 @@ def main(bench: Bench) -> None:
     parts = (policy.lm.model.language_model.config, policy.lm.model.visual.config)
     own = [part._attn_implementation for part in parts]
     for name, ours in (("generate afresh every turn", False), ("models.Dialogue", True)):
-        for part, attention in zip(parts, own):  # generate runs the model as from_pretrained gives it
+        for part, attention in zip(parts, own):  # generate: the model as from_pretrained gives it
             part._attn_implementation = attention if ours else "sdpa"
         runs = [play(policy, envs, bench.max_tokens, ours) for _ in range(bench.repeats)]
         tokens, seconds, turns = min(runs, key=lambda run: run[1] / run[0])

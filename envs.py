@@ -280,6 +280,13 @@ def read_grid(level: str, glyphs: str, size: int) -> np.ndarray:
     return np.array([[glyphs.index(glyph) for glyph in row] for row in rows])
 
 
+def compass(start: int, end: int, size: int) -> list[str]:
+    """The directions in which a cell lies from another: ["up", "left"]; [] for the same cell."""
+    down, right = (b - a for a, b in zip(divmod(start, size), divmod(end, size)))
+    vertical = ["up"] * (down < 0) + ["down"] * (down > 0)
+    return vertical + ["left"] * (right < 0) + ["right"] * (right > 0)
+
+
 class FrozenLake(TurnEnv):
     """Walk over the ice to the flag; a hole ends the walk. The moves are Gymnasium's FrozenLake's.
 
@@ -346,18 +353,15 @@ class FrozenLake(TurnEnv):
         return {"G": True, "H": False}.get(self.letters[self._ground.flat[state]])
 
     def _think(self):
-        """What lies on each side, always in the same order: "left edge down hole right ice up edge";
+        """What lies on each side, in the order of SIDES: "up edge down hole left edge right ice";
         before it, where the corners are random, the flag's direction: "flag down right"."""
-        words = []
+        words, names = [], {True: "flag", False: "hole", None: "ice"}
         if self.random_corners:
-            row, col = divmod(self._state, self.size)
-            flag_row, flag_col = np.argwhere(self._ground == self.letters.index("G"))[0].tolist()
-            words += ["flag"] + ["up"] * (flag_row < row) + ["down"] * (flag_row > row)
-            words += ["left"] * (flag_col < col) + ["right"] * (flag_col > col)
+            flag = int(np.flatnonzero(self._ground == self.letters.index("G"))[0])
+            words += ["flag", *compass(self._state, flag, self.size)]
         for side in SIDES:
             there = self._next(self._state, side)
-            result = self._result(there)
-            seen = "edge" if there == self._state else {True: "flag", False: "hole", None: "ice"}[result]
+            seen = "edge" if there == self._state else names[self._result(there)]
             words += [side.lower(), seen]
         return " ".join(words)
 
@@ -509,14 +513,18 @@ class Sokoban(TurnEnv):
 
     def _think(self):
         """Row and column of the player, of the nearest open box and of the nearest open target from
-        there: "you 2 3 box 3 3 target 4 2"."""
+        there, the ways from each to the next, and the next steps of the plan:
+        "you 2 3 box 3 3 target 4 2 box down target down left go right down left"."""
         player, boxes = self._state
-        here, words = player, ["you", *divmod(player, self.size)]
+        here, words, ways = player, ["you", *divmod(player, self.size)], []
         for name, cells in (("box", set(boxes).difference(self._targets)),
                             ("target", set(self._targets).difference(boxes))):
-            here = min(sorted(cells), key=lambda cell: self._distance(here, cell), default=here)
-            words += [name, *divmod(here, self.size)]
-        return " ".join(map(str, words))
+            there = min(sorted(cells), key=lambda cell: self._distance(here, cell), default=here)
+            words += [name, *divmod(there, self.size)]
+            ways += [name, *compass(here, there, self.size)]
+            here = there
+        plan = [action.lower() for action in self._plan(self._state)[: self.max_actions]]
+        return " ".join(map(str, [*words, *ways, "go", *plan]))
 
     def _distance(self, start, end):
         return sum(abs(a - b) for a, b in zip(divmod(start, self.size), divmod(end, self.size)))

@@ -1,14 +1,14 @@
-"""The policy: a Qwen vision-language model with a value head. One code path for tiny and large models.
+"""The policy: a Qwen vision-language model with a value head; one code for tiny and large.
 
-    make_tiny(folder, texts, seed)   a real Qwen2-VL below 3 M parameters, written as a Hugging Face folder
-    load_policy(folder_or_hub_id)    Qwen2-VL, Qwen2.5-VL or Qwen3-VL  -> Policy
-    save_policy(policy, folder)      opens again with plain `from_pretrained`; the critic lies beside it
-    Transcript, collate, take        one conversation as token ids; many of them as padded [B, T] tensors
-    Dialogue                         generation: B conversations, each turn fed once into one KV cache
-    Policy.forward                   training: log-probs, entropy and values of the generated tokens
+    make_tiny(folder, texts, seed)  a real Qwen2-VL below 3 M parameters, as a Hugging Face folder
+    load_policy(folder_or_hub_id)   Qwen2-VL, Qwen2.5-VL or Qwen3-VL -> Policy
+    save_policy(policy, folder)     opens with plain `from_pretrained`; the critic lies beside it
+    Transcript, collate, take       a conversation as token ids; many as padded [B, T] tensors
+    Dialogue                        generation: B conversations in one KV cache, each token fed once
+    Policy.forward                  training: log-probs, entropy, values of the generated tokens
 
-Index convention, everywhere: entry [b, t] of `logprobs` and `values` belongs to token t and was read
-at position t - 1, so `values[b, t]` is the value of the state BEFORE token t is sampled.
+Index convention, everywhere: entry [b, t] of `logprobs` and `values` belongs to token t and was
+read at position t - 1, so `values[b, t]` is the value of the state BEFORE token t is sampled.
 """
 
 import copy
@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from einops import rearrange
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils.logging import disable_progress_bar
 
 disable_progress_bar()  # "Writing model shards" at every checkpoint
+END_OF_TURN = "<|im_end|>"
 SUPPORTED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
 SPECIAL += ["<|image_pad|>", "<|video_pad|>"]
@@ -43,18 +45,19 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}"
     "{% else %}{% for c in m.content %}{% if c.type == 'image' %}"
     "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ c.text }}{% endif %}{% endfor %}"
-    "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
 # ---------------------------------------------------------------------------------- tiny model
 def tiny_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE in which every word of `texts` is one token; any other text falls back to bytes.
+    """Byte-level BPE in which each word of `texts` is one token; other text falls back to bytes.
 
-    It has Qwen's special tokens and chat template, so nothing else needs to know which one is in use.
+    It has Qwen's special tokens and chat template: nothing else needs to know which one is in use.
     """
     tokenizer = Tokenizer(models.BPE())
-    words = Regex(r" ?[A-Za-z]+|[0-9]|, ?|[^A-Za-z0-9]")
+    words = Regex(r" ?[A-Za-z]+| ?[0-9]|, ?|[^A-Za-z0-9]")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
     )
@@ -138,41 +141,50 @@ def make_tiny(folder: str | Path, texts: list[str], seed: int) -> None:
 def load_policy(name: str, *, critic: str = "shared", seed: int = 0, device="cpu") -> "Policy":
     """A local folder or hub id of Qwen2-VL, Qwen2.5-VL or Qwen3-VL as a Policy in float32.
 
-    critic "shared": a linear value head on the policy's own trunk; "separate": on a copy of the trunk.
+    critic "shared": a linear value head on the policy's own trunk; "separate": on a copy of it.
     A folder that `save_policy` wrote brings its critic along.
-    The tokenizer and the image processor are loaded by themselves: AutoProcessor would also want a
-    video processor, and with it torchvision, for nothing. The folder is the one AutoProcessor reads.
+    Tokenizer and image processor are loaded by themselves: AutoProcessor would also want a video
+    processor, and with it torchvision, for nothing. The folder is the one AutoProcessor reads.
     Raises ValueError when the files are missing, are of another architecture, or do not fit.
     """
     try:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
+        if Path(name).is_dir():
+            raise ValueError(f"--model {name}: the folder has no readable config.json") from error
         raise ValueError(
             f"--model {name}: no such local folder, and it could not be read from the hub "
             f"({str(error).splitlines()[0]}). Where there is a network, run "
-            f"`hf download {name} --local-dir DIR` and pass --model DIR; --model tiny needs no files."
+            f"`hf download {name} --local-dir DIR` and pass --model DIR; tiny needs no files"
         ) from error
     if config.model_type not in SUPPORTED:
         raise ValueError(
             f"--model {name} is of type {config.model_type!r}; supported: {', '.join(SUPPORTED)}"
         )
     try:
-        model = AutoModelForImageTextToText.from_pretrained(
-            name, dtype=torch.float32, attn_implementation="sdpa"
+        model, report = AutoModelForImageTextToText.from_pretrained(
+            name, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
         )
         tokenizer = AutoTokenizer.from_pretrained(name)
         processor = AutoImageProcessor.from_pretrained(name, backend="pil")
-    except (OSError, ValueError) as error:
+        if report["missing_keys"]:  # transformers would fill them with random numbers
+            raise ValueError(f"weights missing: {sorted(report['missing_keys'])[:3]}")
+        if END_OF_TURN not in tokenizer.get_vocab() or not tokenizer.chat_template:
+            raise ValueError(f"the tokenizer has no {END_OF_TURN} or no chat template")
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ValueError(
-            f"--model {name}: incomplete, {str(error).splitlines()[0]}. Needed: config.json, "
-            "*.safetensors, tokenizer files, preprocessor_config.json"
+            f"--model {name}: incomplete or damaged, {str(error).splitlines()[0]}. Needed: "
+            "config.json, *.safetensors, tokenizer and chat template, preprocessor_config.json"
         ) from error
     model.model.language_model.config._attn_implementation = "hygrow_text"
     model.model.visual.config._attn_implementation = "hygrow_image_flash"
     policy = Policy(model, tokenizer, processor, critic, seed)
     saved = Path(name) / "critic.safetensors"
     if saved.exists():
-        state, own = load_file(saved), policy.critic_state()
+        try:
+            state, own = load_file(saved), policy.critic_state()
+        except SafetensorError as error:
+            raise ValueError(f"{saved} is damaged: {error}") from error
         if {k: v.shape for k, v in state.items()} != {k: v.shape for k, v in own.items()}:
             raise ValueError(f"{saved} was saved with another --critic than {critic!r}")
         policy.load_state_dict(state, strict=False)
@@ -180,7 +192,7 @@ def load_policy(name: str, *, critic: str = "shared", seed: int = 0, device="cpu
 
 
 def save_policy(policy: "Policy", folder: str | Path) -> None:
-    """The policy as a plain Hugging Face folder; value head and critic in critic.safetensors beside it."""
+    """The policy as a plain Hugging Face folder; value head and critic in critic.safetensors."""
     policy.lm.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
     policy.processor.save_pretrained(folder)
@@ -192,7 +204,7 @@ def save_policy(policy: "Policy", folder: str | Path) -> None:
 def text_attention(module, query, key, value, attention_mask, **options):
     """SDPA, but for single new tokens two matrix products, about twice as fast on a CPU.
 
-    query [B, heads, 1, D], key and value [B, kv_heads, slots, D], attention_mask bool [B, 1, 1, slots].
+    query [B, heads, 1, D], key and value [B, kv_heads, slots, D], mask bool [B, 1, 1, slots].
     """
     if query.shape[2] > 1 or attention_mask is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
@@ -210,9 +222,11 @@ def image_attention(module, query, key, value, attention_mask, *, cu_seq_lens_q,
     starts, lengths = cu_seq_lens_q[:-1], cu_seq_lens_q.diff()
     outputs, places = [], []
     for length in lengths.unique().tolist():
-        where = (starts[lengths == length, None] + torch.arange(length, device=starts.device)).flatten()
-        parts = [rearrange(x[0, :, where], "h (n l) d -> n h l d", l=length) for x in (query, key, value)]
-        out = nn.functional.scaled_dot_product_attention(*parts, scale=scaling)
+        within = torch.arange(length, device=starts.device)
+        where = (starts[lengths == length, None] + within).flatten()
+        q, k, v = (rearrange(x[0, :, where], "h (n l) d -> n h l d", l=length)
+                   for x in (query, key, value))
+        out = nn.functional.scaled_dot_product_attention(q, k, v, scale=scaling)
         outputs.append(rearrange(out, "n h l d -> (n l) h d"))
         places.append(where)
     return torch.cat(outputs)[torch.cat(places).argsort()][None], None
@@ -225,7 +239,7 @@ AttentionInterface.register("hygrow_image_flash", image_attention)
 
 # --------------------------------------------------------------------------- conversations
 class Transcript:
-    """One conversation as the model sees it: token ids, what was generated, what was paid for it."""
+    """One conversation as the model sees it: token ids, what was generated, what was paid."""
 
     def __init__(self):
         self.ids, self.positions, self.mask = [], [], []  # pieces of [n], [3, n], [n]
@@ -241,8 +255,8 @@ class Transcript:
         self._append(ids, positions + self.next_position, torch.zeros(len(ids)))
         self.next_position += advance
 
-    def reply(self, ids: Tensor, logprobs: Tensor | None = None, values: Tensor | None = None) -> None:
-        """Append one generated turn [n], its end-of-turn token included."""
+    def reply(self, ids: Tensor, logprobs=None, values=None) -> None:
+        """Append one generated turn, ids and (if known) log-probs and values [n], with its end."""
         positions = torch.arange(len(ids)).expand(3, -1) + self.next_position
         self._append(ids, positions, torch.ones(len(ids)), logprobs, values)
         self.next_position += len(ids)
@@ -260,14 +274,16 @@ class Transcript:
 
 
 def collate(transcripts: list[Transcript]) -> dict:
-    """Pad B transcripts on the right to [B, T]. `pixels` and `grids` stay lists: they are ragged."""
+    """Pad B transcripts on the right to [B, T]; `pixels` and `grids`, ragged, stay lists."""
     pad = nn.utils.rnn.pad_sequence
 
-    def join(name: str) -> Tensor:
-        return pad([torch.cat(getattr(t, name)) for t in transcripts], batch_first=True)
+    def join(name: str, empty: Tensor) -> Tensor:  # empty: of an environment that failed at once
+        return pad([torch.cat([empty, *getattr(t, name)]) for t in transcripts], batch_first=True)
 
-    positions = pad([torch.cat(t.positions, 1).T for t in transcripts], batch_first=True)
-    batch = {name: join(name) for name in ("ids", "mask", "logprobs", "values")}
+    positions = [torch.cat([torch.zeros(3, 0).long(), *t.positions], 1).T for t in transcripts]
+    positions = pad(positions, batch_first=True)
+    batch = {name: join(name, torch.zeros(0)) for name in ("mask", "logprobs", "values")}
+    batch["ids"] = join("ids", torch.zeros(0).long())
     batch["positions"] = rearrange(positions, "b t xyz -> xyz b t")
     batch["rewards"] = torch.zeros_like(batch["mask"])
     batch["turn_end"] = torch.zeros_like(batch["mask"])
@@ -276,8 +292,8 @@ def collate(transcripts: list[Transcript]) -> dict:
         batch["turn_end"][row, transcript.turn_ends] = 1.0
     batch["length"] = torch.tensor([t.length for t in transcripts])
     batch["truncated"] = torch.tensor([t.truncated for t in transcripts])
-    batch["pixels"] = [torch.cat(t.pixels) for t in transcripts]
-    batch["grids"] = [torch.stack(t.grids) for t in transcripts]
+    batch["pixels"] = [torch.cat(t.pixels) if t.pixels else None for t in transcripts]
+    batch["grids"] = [torch.stack(t.grids) if t.grids else None for t in transcripts]
     return batch
 
 
@@ -310,13 +326,14 @@ class Policy(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         nn.init.normal_(self.value_head.weight, std=0.002, generator=generator)
         nn.init.zeros_(self.value_head.bias)
-        # Special tokens are the chat's skeleton: a sampled <|image_pad|> would ask for an image that
-        # is not there. They, and the unused ids above the vocabulary, have probability 0 in sampling
-        # and in training alike. End-of-turn is the only special token that a reply may hold.
+        # Special tokens are the chat's skeleton: a sampled <|image_pad|> would ask for an image
+        # that is not there. They, and the unused ids above the vocabulary, have probability 0 in
+        # sampling and training alike. End-of-turn is the only special token in a reply.
         banned = torch.zeros(model.get_output_embeddings().out_features, dtype=torch.bool)
         banned[len(tokenizer) :] = True
         banned[[i for i, t in tokenizer.added_tokens_decoder.items() if t.special]] = True
-        banned[tokenizer.eos_token_id] = False
+        self.eos = tokenizer.convert_tokens_to_ids(END_OF_TURN)  # not eos_token: base models differ
+        banned[self.eos] = False
         self.register_buffer("banned", banned, persistent=False)
         self.chunk = lru_cache(maxsize=4096)(self._chunk)
 
@@ -331,6 +348,7 @@ class Policy(nn.Module):
     def hidden(self, trunk, ids, positions, pixels, grids, mask=None, cache=None) -> Tensor:
         """Last hidden states [B, T, D] of a trunk (the policy's or the critic's)."""
         device = self.device
+        pixels, grids = ([x for x in xs if x is not None] for xs in (pixels or [], grids or []))
         return trunk(
             input_ids=ids.to(device),
             position_ids=positions.to(device),
@@ -352,8 +370,8 @@ class Policy(nn.Module):
     def forward(self, batch: dict, temperature: float = 1.0) -> dict:
         """Log-probs, entropy (nats) and values of the generated tokens, from one forward pass.
 
-        batch: what `collate` or `take` returned, mask [B, T] -> three float32 tensors [B, T], zero off
-        the mask. Right padding needs no attention mask: no real token ever looks to its right.
+        batch: what `collate` or `take` returned, mask [B, T] -> three float32 tensors [B, T], zero
+        off the mask. Right padding needs no attention mask: no real token looks to its right.
         """
         inputs = (batch["ids"], batch["positions"], batch["pixels"], batch["grids"])
         mask = batch["mask"].to(self.device).bool()
@@ -379,7 +397,8 @@ class Policy(nn.Module):
     def last_values(self, batch: dict) -> Tensor:
         """Values [B] of the state after the last token of each row, for truncated episodes."""
         trunk = self.lm.model if self.critic is None else self.critic
-        hidden = self.hidden(trunk, batch["ids"], batch["positions"], batch["pixels"], batch["grids"])
+        inputs = (batch["ids"], batch["positions"], batch["pixels"], batch["grids"])
+        hidden = self.hidden(trunk, *inputs)
         return self.value(hidden[torch.arange(len(hidden)), batch["length"] - 1])
 
     # ------------------------------------------------------------------ text and images to tokens
@@ -396,7 +415,7 @@ class Policy(nn.Module):
         if system is not None:
             rendered = render([{"role": "system", "content": system}, user])
         else:
-            marker = "REPLY" + self.tokenizer.eos_token
+            marker = "REPLY" + END_OF_TURN
             first = {"role": "user", "content": "-"}
             rendered = render([first, {"role": "assistant", "content": "REPLY"}, user])
             rendered = rendered.split(marker, 1)[1]
@@ -430,7 +449,7 @@ class Policy(nn.Module):
 
 
 def mrope(is_image: Tensor, grid: tuple, merge: int) -> tuple[Tensor, int]:
-    """M-RoPE positions [3, n] (time, height, width) of a chunk that holds one image, and its advance.
+    """M-RoPE positions [3, n] (time, height, width) of a chunk with one image, and its advance.
 
     Text steps by one on all three axes; the image spans its grid from where it starts, and what
     follows it goes on behind the grid's longer side. Pinned against transformers' get_rope_index.
@@ -446,14 +465,14 @@ def mrope(is_image: Tensor, grid: tuple, merge: int) -> tuple[Tensor, int]:
 
 # ------------------------------------------------------------------------------- generation
 class PackedCache(Cache):
-    """Keys and values of B conversations without holes: row b's next token goes to slot `filled[b]`.
+    """Keys and values of B conversations without holes: row b goes on at slot `filled[b]`.
 
     Buffers [B, heads, slots, head_dim] are written in place and grow by a turn's worth at a time. A
     chunk that is padded on the right leaves rubbish behind a row's end, which the causal mask hides
     and the next chunk overwrites. The rows in use are the first ones: a smaller batch is a view.
     """
 
-    spare = 64  # slots beyond what is needed now, so that single tokens rarely make the buffers grow
+    spare = 64  # slots beyond what is needed now: single tokens rarely make the buffers grow
 
     def __init__(self, rows: int, device):
         super().__init__(layers=[])
@@ -463,7 +482,7 @@ class PackedCache(Cache):
     def place(self, count: int, width: int) -> Tensor:
         """Say where the next `update`s write: `width` slots for each of the first `count` rows.
 
-        Returns the attention mask, bool [count, 1, width, slots]: a token sees its slot and all before.
+        Returns the attention mask, bool [count, 1, width, slots]: a token sees all up to itself.
         """
         self.slots = self.filled[:count, None] + torch.arange(width, device=self.filled.device)
         self.rows = torch.arange(count, device=self.filled.device)[:, None]
@@ -514,7 +533,7 @@ class Dialogue:
 
     @torch.no_grad()
     def observe(self, rows: list[int], texts: list[str], images: list[np.ndarray]) -> None:
-        """Append one user message (image and text) to each of the conversations `rows` and feed it."""
+        """Append one user message (image and text) to each of the conversations `rows`, feed it."""
         policy = self.policy
         if rows != self.order:
             place = {conversation: i for i, conversation in enumerate(self.order)}
@@ -523,7 +542,7 @@ class Dialogue:
         ids, positions, pixels, grids = [], [], [], []
         for row, text, (pixel, grid) in zip(rows, texts, policy.process_images(images)):
             script, sampled = self.transcripts[row], self.pending[row]
-            start = script.length - len(sampled)  # the last sampled token is fed along with the chunk
+            start = script.length - len(sampled)  # the last sampled token is fed with the chunk
             policy.show(script, self.system, text, pixel, grid)
             ids.append(torch.cat([sampled, script.ids[-1]]))
             positions.append(torch.cat(script.positions, 1)[:, start:].T)
@@ -533,7 +552,7 @@ class Dialogue:
         pad = nn.utils.rnn.pad_sequence
         positions = rearrange(pad(positions, batch_first=True), "b t xyz -> xyz b t")
         hidden = self._feed(pad(ids, batch_first=True), positions, lengths, pixels, grids)
-        self.state = hidden[torch.arange(len(rows)), lengths - 1]  # [rows, D]: before the next token
+        self.state = hidden[torch.arange(len(rows)), lengths - 1]  # [rows, D], before a token
 
     def _feed(self, ids, positions, lengths, pixels=None, grids=None) -> Tensor:
         mask = self.cache.place(len(ids), ids.shape[1])
@@ -546,11 +565,11 @@ class Dialogue:
     def reply(self, limit: int, uniforms: Tensor, temperature: float = 1.0) -> list[str]:
         """Sample one turn, at most `limit` tokens, for every conversation of the last `observe`.
 
-        uniforms [rows, limit] in [0, 1): the randomness, one number a token, so that a conversation's
-        sampling does not depend on its neighbours. temperature 0 is greedy. Returns the texts without
-        the end-of-turn token. A turn that reaches the limit is counted in `cut`.
+        uniforms [rows, limit] in [0, 1): the randomness, one number a token, so that sampling in a
+        conversation does not depend on its neighbours. temperature 0 is greedy. Returns the texts
+        without the end-of-turn token. A turn that reaches the limit is counted in `cut`.
         """
-        policy, eos = self.policy, self.policy.tokenizer.eos_token_id
+        policy, eos = self.policy, self.policy.eos
         order, state = list(self.order), self.state
         tokens = torch.full((len(order), limit), eos)
         logprobs, values = torch.zeros(len(order), limit), torch.zeros(len(order), limit)
@@ -570,7 +589,7 @@ class Dialogue:
             going = going & (token != eos).cpu()
             if step + 1 == limit or not going.any():
                 break
-            if going.sum() < 0.6 * len(index):  # unfinished rows to the front: the rest stop costing
+            if going.sum() < 0.6 * len(index):  # unfinished rows first: the rest stop costing
                 front = torch.cat([going.nonzero(), (~going).nonzero()]).flatten()
                 moved = front.tolist() + list(range(len(front), len(order)))
                 self.cache.keep(moved)
@@ -583,7 +602,7 @@ class Dialogue:
         return self._finish(order, tokens, logprobs, values, lengths)
 
     def _finish(self, order, tokens, logprobs, values, lengths) -> list[str]:
-        eos, replies = self.policy.tokenizer.eos_token_id, []
+        eos, replies = self.policy.eos, []
         for i, row in enumerate(order):
             script, n = self.transcripts[row], int(lengths[i])
             script.reply(tokens[i, :n], logprobs[i, :n], values[i, :n])
@@ -598,7 +617,7 @@ class Dialogue:
 
 
 def sample(logprobs: Tensor, uniforms: Tensor, temperature: float) -> Tensor:
-    """Draw from softmax(logits / T) by inverting its cumulative sum; nothing else (no top-p, no top-k).
+    """Draw from softmax(logits / T) by inverting its cumulative sum: no top-p, no top-k.
 
     logprobs [n, V], uniforms [n] in [0, 1) -> ids [n]. Temperature 0 takes the most likely token.
     """
@@ -607,6 +626,6 @@ def sample(logprobs: Tensor, uniforms: Tensor, temperature: float) -> Tensor:
     cumulative = logprobs.double().exp().cumsum(-1)
     if not torch.isfinite(cumulative[:, -1]).all():
         bad = (~torch.isfinite(cumulative[:, -1])).nonzero().flatten().tolist()
-        raise FloatingPointError(f"the policy's logits are not finite in rows {bad}: weights are broken")
+        raise FloatingPointError(f"the policy's logits are not finite in rows {bad}")
     target = uniforms.to(cumulative)[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, target, right=True).squeeze(-1)

@@ -63,17 +63,21 @@ def read(run: str) -> tuple[dict, list[dict]]:
     if not (folder / "metrics.jsonl").exists():
         raise SystemExit(f"plot.py: {run} holds no metrics.jsonl; is it the folder of a run?")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    args = json.loads((folder / "args.json").read_text())
-    return args, [line for line in lines if line.get("label", "untrained") != "untrained"]
+    records = [line for line in lines if line.get("label", "untrained") != "untrained"]
+    if not records:
+        raise SystemExit(f"plot.py: {run} has no evaluation yet; the first follows the cold start")
+    return json.loads((folder / "args.json").read_text()), records
 
 
 def curve(options: Curve) -> None:
     figure, axis = plt.subplots(figsize=(7, 4), constrained_layout=True)
-    for name, colour, label in (("eval/success", "C0", "sampled"), ("eval/greedy_success", "C1", "greedy")):
+    for name, colour, label in (("eval/success", "C0", "sampled"),
+                                ("eval/greedy_success", "C1", "greedy")):
         points = {}
         for run in options.runs:
             _, records = read(run)
-            axis.plot([r["iteration"] for r in records], [r[name] for r in records], colour, alpha=0.3, lw=1)
+            axis.plot([r["iteration"] for r in records], [r[name] for r in records], colour,
+                      alpha=0.3, lw=1)
             for r in records:
                 points.setdefault(r["iteration"], []).append(r[name])
         shared = sorted(i for i, values in points.items() if len(values) == len(options.runs))
@@ -93,7 +97,10 @@ def curve(options: Curve) -> None:
 def episode(options: Episode) -> None:
     stored, _ = read(options.run)
     args = Args(**{**stored, "env_options": tuple(stored["env_options"]), "resume": ""})
-    policy = load_policy(str(checkpoints(Path(options.run))[-1]), critic=args.critic)
+    found = checkpoints(Path(options.run))
+    if not found:
+        raise SystemExit(f"plot.py: {options.run} has no checkpoint, so nothing can play")
+    policy = load_policy(str(found[-1]), critic=args.critic)
     env = args.make_env("eval")
     seen, _ = env.reset(seed=options.level)
     dialogue, frames, done = Dialogue(policy, 1, env.system_prompt), [], False
@@ -106,30 +113,35 @@ def episode(options: Episode) -> None:
         seen, reward, ended, truncated, info = env.step(reply)
         frames.append((image, f"{reply}\nreward {reward:+.1f}"))
         done = ended or truncated
-    frames.append((seen["image"], "solved" if info["success"] else "not solved"))
-    figure, axes = plt.subplots(1, len(frames), figsize=(3 * len(frames), 4.4), constrained_layout=True)
+    outcome = "solved" if info["success"] else "not solved"
+    frames.append((seen["image"], outcome))
+    figure, axes = plt.subplots(1, len(frames), figsize=(3 * len(frames), 4.4),
+                                constrained_layout=True)
     for turn, (axis, (image, text)) in enumerate(zip(axes, frames), 1):
         axis.imshow(image, interpolation="nearest")
         axis.set_axis_off()
         axis.set_title(f"turn {turn}" if turn < len(frames) else "end", fontsize=10)
         text = text.replace("</think>", "</think>\n")
         lines = [part for line in text.splitlines() for part in textwrap.wrap(line, 34)]
-        axis.text(0, -0.04, "\n".join(lines), transform=axis.transAxes, va="top", fontsize=8.5, family="monospace",
-                  parse_math=False)
+        axis.text(0, -0.04, "\n".join(lines), transform=axis.transAxes, va="top", fontsize=8.5,
+                  family="monospace", parse_math=False)
     Path(options.out).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(options.out, dpi=110)
-    print(f"level {options.level}: {'solved' if info['success'] else 'not solved'} in {info['moves']} moves")
+    print(f"level {options.level}: {outcome} in {info['moves']} moves")
 
 
 def summary(options: Summary) -> None:
-    rows = []
+    names, rows = [], []
     for run in options.runs:
         _, records = read(run)
+        names.append(run if records[-1]["label"] == "end" else f"{run} (unfinished)")
         rows.append([records[0]["eval/success"], records[0]["eval/greedy_success"],
                      records[-1]["eval/success"], records[-1]["eval/greedy_success"],
                      records[-1]["time/seconds"] / 60])
-    print("| run | cold start sampled | greedy | end sampled | greedy | minutes |\n|---|---|---|---|---|---|")
-    for name, row in [*zip(options.runs, rows), ("median", [median(column) for column in zip(*rows)])]:
+    print("| run | cold start sampled | greedy | end sampled | greedy | minutes |")
+    print("|---|---|---|---|---|---|")
+    medians = [median(column) for column in zip(*rows)]
+    for name, row in [*zip(names, rows), ("median", medians)]:
         print(f"| {name} | " + " | ".join(f"{x:.1%}" for x in row[:4]) + f" | {row[4]:.1f} |")
 
 

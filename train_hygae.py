@@ -2,25 +2,32 @@
 
     torchrun train_hygae.py --alpha 0.5                      # FrozenLake, tiny model, laptop CPU
     torchrun --nproc-per-node 2 train_hygae.py --alpha 0.5   # the same run on two processes
-    torchrun train_hygae.py --env Sokoban --iterations 200
+    torchrun train_hygae.py --env Sokoban --demo-noise 0.6
     torchrun train_hygae.py --resume runs/NAME               # go on where a run stopped
 
-Source: arXiv 2607.23605. The formulas are in hygrow.py, the worlds in envs.py, the model in models.py;
-this file is the order in which things happen: a supervised cold start, then iterations of
-collect -> score -> advantages -> update -> log -> save.
+Source: arXiv 2607.23605. The formulas are in hygrow.py, the worlds in envs.py, the model in
+models.py; this file is the order in which things happen: a supervised cold start, then iterations
+of collect -> score -> advantages -> update -> log -> save.
 
 All randomness is a function of (--seed, iteration, global row), never of a rank or of what happened
-before. So any number of processes trains on the same episodes, and resuming needs no RNG state.
+before. So any number of processes draws the same levels and the same random numbers (the gradient
+of the first update is the same to 1e-5; rounding parts the runs later), and resuming needs no RNG.
+
+Differs from the paper, where the defaults serve a tiny model instead of a pretrained one: a cold
+start; one AdamW (betas .9/.95, no weight decay) and one annealed learning rate for actor and critic
+(paper: two trunks, 1e-6 and 1e-5, betas .9/.999, decay 0.01, constant); temperature 1 without top-p
+(paper: 0.7 with top-p 0.95, which its log-probs do not model); rewards scaled; evaluation on levels
+that training never sees, greedy beside sampled.
 """
 
-import copy
+import argparse
 import json
 import math
 import os
 import shutil
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,6 +35,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import tyro
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -48,7 +56,7 @@ class Args:
     model: str = "tiny"
     """"tiny" (built here, no download), or a folder or hub id of Qwen2-VL, Qwen2.5-VL, Qwen3-VL."""
     critic: str = "shared"
-    """"shared": value head on the policy's trunk; "separate": on a trunk of its own, as in the paper."""
+    """"shared": value head on the policy's trunk; "separate" (paper): on a trunk of its own."""
     alpha: float = 0.5
     """Weight of the turn-level advantage and return in [0, 1]; formula in hygrow.hybrid_gae."""
     gamma: float = 0.99
@@ -58,7 +66,7 @@ class Args:
     token_lam: float = 1.0
     """GAE lambda of the token chain in [0, 1]."""
     anchor: str = "last"
-    """Token of a turn at which the turn chain reads the value: "last" (paper) or "first" (ablation)."""
+    """Token of a turn at which the turn chain reads the value: "last" (paper) or "first"."""
     bootstrap_truncated: bool = False
     """Continue a truncated episode with the critic's value; off, as in the paper: the turn limit is
     part of the task and the conversation shows the turn number, so the limit is a true end."""
@@ -69,13 +77,13 @@ class Args:
     value_clip: float = 0.5
     """Clip range of the value update in scaled reward units (hygrow.value_loss)."""
     value_coef: float = 0.5
-    """Weight of the value loss."""
+    """Weight of the value loss (which holds a factor 1/2 of its own)."""
     entropy_coef: float = 0.01
     """Weight of the entropy bonus (nats per token); the paper: 0.001."""
     kl_coef: float = 0.0
     """Weight of the KL penalty to the cold-start policy in the reward (k1); the paper: 0.001."""
     reward_scale: float = 0.1
-    """The environment's rewards are multiplied by this, so that a solved episode is worth about 1."""
+    """Factor on the environment's rewards, so that a solved episode is worth about 1."""
     num_envs: int = 192
     """Episodes an iteration, over all processes."""
     epochs: int = 1
@@ -84,18 +92,19 @@ class Args:
     """Optimiser steps a pass."""
     micro_batch: int = 12
     """Episodes a forward pass on one process; changes memory and speed, not the gradient."""
-    max_tokens: int = 32
+    max_tokens: int = 48
     """Longest reply in tokens; a longer one is cut and counted."""
     temperature: float = 1.0
     """Sampling temperature; the policy that is trained is softmax(logits / temperature)."""
     lr: float = 2e-4
-    """AdamW learning rate, annealed linearly to a tenth; the paper: 1e-6 for a pretrained 3B model."""
+    """AdamW learning rate, annealed linearly to a tenth; the paper: 1e-6 for a 3B model."""
     max_grad_norm: float = 1.0
     """Gradient clipping; an update whose gradient is not finite is skipped and counted."""
     iterations: int = 150
     """Iterations of reinforcement learning."""
     cold_start: int = 600
-    """Supervised steps (of 16 demonstrations) before; 0 for a model that knows the format already."""
+    """Supervised steps (of 16 demonstrations) before; 0 for a model that knows the format. Their
+    learning rate is 3e-3 for the tiny model, else --lr."""
     demo_noise: float = 0.5
     """Share of random actions in the demonstrations; more leaves more to reinforcement learning."""
     eval_every: int = 20
@@ -114,39 +123,34 @@ class Args:
     """Torch threads a process; on shared cores more than 1 is often slower."""
 
     def __post_init__(self):
-        for name in ("alpha", "gamma", "lam", "token_lam", "demo_noise"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{flag(name)} {getattr(self, name)} is outside [0, 1]")
-        for name in ("max_turns", "num_envs", "epochs", "minibatches", "micro_batch", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{flag(name)} {getattr(self, name)} must be at least 1")
-        for name in ("iterations", "eval_every", "eval_episodes", "save_every", "threads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{flag(name)} {getattr(self, name)} must be at least 1")
-        for name in ("clip", "value_clip", "temperature", "lr", "max_grad_norm", "reward_scale"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{flag(name)} {getattr(self, name)} must be above 0 and finite")
-        for name in ("value_coef", "entropy_coef", "kl_coef", "cold_start", "seed"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{flag(name)} {getattr(self, name)} must be 0 or more")
-        for name, choices in (("critic", ("shared", "separate")), ("anchor", ("last", "first"))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{flag(name)} {getattr(self, name)!r}: choose from {choices}")
-        if self.dual_clip and not 1 < self.dual_clip < math.inf:
-            raise ValueError(f"--dual-clip {self.dual_clip} must be above 1, or 0 for none")
-        if self.num_envs % self.minibatches:
-            raise ValueError(
-                f"--num-envs {self.num_envs} cannot be split into --minibatches {self.minibatches}; "
-                f"use a multiple of {self.minibatches}"
-            )
+        def need(names: str, fits, what: str):
+            for name in names.split():
+                if not fits(getattr(self, name)):
+                    raise ValueError(f"{flag(name)} {getattr(self, name)!r} {what}")
+
+        need("alpha gamma lam token_lam demo_noise", lambda x: 0 <= x <= 1, "is outside [0, 1]")
+        need("max_turns num_envs epochs minibatches micro_batch max_tokens iterations eval_every "
+             "eval_episodes save_every threads", lambda x: x >= 1, "must be at least 1")
+        need("clip value_clip temperature lr max_grad_norm reward_scale",
+             lambda x: 0 < x < math.inf, "must be above 0 and finite")
+        need("value_coef entropy_coef kl_coef cold_start seed",
+             lambda x: 0 <= x < math.inf, "must be 0 or more, and finite")
+        need("critic", ("shared", "separate").__contains__, "is neither 'shared' nor 'separate'")
+        need("anchor", ("last", "first").__contains__, "is neither 'last' nor 'first'")
+        need("dual_clip", lambda x: x == 0 or 1 < x < math.inf, "must be above 1, or 0 for none")
+        need("num_envs", lambda x: x % self.minibatches == 0, "cannot be split into "
+             f"--minibatches {self.minibatches}; use a multiple of {self.minibatches}")
         self.make_env("train")  # refuses unknown names and options before anything is spent
 
     def make_env(self, split: str):
+        """The world that --env, --env-options and --max-turns describe."""
         options = {}
         for option in self.env_options:
             name, equals, value = option.partition("=")
             if not equals:
                 raise ValueError(f"--env-options {option!r} is not of the form name=value")
+            if name in ("split", "max_turns", "render_mode", "name"):
+                raise ValueError(f"--env-options {name} is not set there; see --max-turns, --env")
             options[name] = parse_value(value)
         return make_env(self.env, split=split, max_turns=self.max_turns, **options)
 
@@ -185,26 +189,38 @@ def seeded(*key: int) -> int:
     return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
 
 
-ACT, DEMO, EVAL = 0, 1, 2  # what a stream of random numbers is for
+ACT, DEMO, EVAL = 0, 1, 2  # what a stream of random numbers or levels is for
 
 
 # -------------------------------------------------------------------------------------- collect
-@torch.no_grad()
-def collect(policy, envs, rows, args, key, temperature):
-    """Play one episode in each env; `rows` are their global indices.
+STATS = ["return", "success", "turns", "valid", "tokens", "cut", "context", "fault"]
 
+
+@torch.no_grad()
+def collect(policy, envs, rows, args, first_seed, uniforms, temperature):
+    """Play one episode in each env: row i of the global batch on level `first_seed` + i.
+
+    rows: the global indices of `envs`; uniforms [global rows, turns, tokens]: the sampling noise.
     Returns (batch, stats): `models.collate`'s tensors [B, T] and float64 [B, 8], a row an episode
-    (STATS). An env that raises ends its episode, which is left out of the update and counted.
+    (STATS). An env that raises, or pays what is not a number, ends its episode, which is counted
+    and left out of the update.
     """
-    count = int(key[-1])
-    generator = torch.Generator().manual_seed(seeded(*key))
-    shape = (count, args.max_turns, args.max_tokens)
-    uniforms = torch.rand(shape, generator=generator, dtype=torch.float64)[rows]
-    base = seeded(*key[:2]) % 10**9 + key[2] * count if key[0] == ACT else 0  # evaluation: 0, 1, ...
-    observations = [env.reset(seed=base + row)[0] for env, row in zip(envs, rows)]
+    uniforms = uniforms[rows]
     dialogue = Dialogue(policy, len(envs), envs[0].system_prompt)
     stats = torch.zeros(len(envs), len(STATS), dtype=torch.float64)
-    live, turn = list(range(len(envs))), 0
+    observations, live, turn = [None] * len(envs), [], 0
+
+    def attempt(i: int, action, *inputs):
+        try:
+            return action(*inputs)
+        except Exception as fault:  # a simulator may fail in any way; training goes on
+            print(f"episode dropped, {args.env} raised {fault!r}", file=sys.stderr, flush=True)
+            stats[i, STATS.index("fault")] = 1
+
+    for i, row in enumerate(rows):
+        if start := attempt(i, lambda env, seed: env.reset(seed=seed), envs[i], first_seed + row):
+            observations[i] = start[0]
+            live.append(i)
     while live:
         texts, images = zip(*[(observations[i]["text"], observations[i]["image"]) for i in live])
         dialogue.observe(live, texts, images)
@@ -212,77 +228,92 @@ def collect(policy, envs, rows, args, key, temperature):
         going = []
         for i, reply in zip(live, replies):
             script = dialogue.transcripts[i]
-            try:
-                observations[i], reward, ended, truncated, info = envs[i].step(reply)
-            except Exception as fault:  # any simulator may fail in any way; training goes on
-                print(f"episode dropped, {args.env} raised {fault!r}", file=sys.stderr, flush=True)
-                stats[i, STATS.index("fault")] = 1
-                continue
+            if not (step := attempt(i, finite_step, envs[i], reply)):
+                continue  # counted by `attempt`
+            observations[i], reward, ended, truncated, info = step
             script.rewards[-1] = reward * args.reward_scale
-            stats[i] += torch.tensor([reward, 0, 1, info["valid"], 0, 0, 0, 0])
+            stats[i, :4] += torch.tensor([reward, info["success"], 1, info["valid"]])
             if not (ended or truncated):
                 going.append(i)
-            elif info["success"]:
-                stats[i, STATS.index("success")] = 1
-            elif truncated and args.bootstrap_truncated:
+            elif truncated and not ended and args.bootstrap_truncated:
                 script.truncated = True
                 image = policy.process_images([observations[i]["image"]])[0]
                 policy.show(script, "", observations[i]["text"], *image)
         live, turn = going, turn + 1
     batch = collate(dialogue.transcripts)
-    stats[:, STATS.index("tokens")] = batch["mask"].sum(1).double()
-    stats[:, STATS.index("cut")] = torch.tensor([float(t.cut) for t in dialogue.transcripts])
-    stats[:, STATS.index("context")] = batch["length"].double()
     dropped = stats[:, STATS.index("fault")] > 0
     for name in ("mask", "turn_end", "rewards"):
         batch[name][dropped] = 0
+    stats[dropped, :4] = 0
+    stats[:, STATS.index("tokens")] = batch["mask"].sum(1).double()
+    stats[:, STATS.index("cut")] = torch.tensor([float(t.cut) for t in dialogue.transcripts])
+    stats[:, STATS.index("context")] = batch["length"].double()
     return batch, stats
 
 
-STATS = ["return", "success", "turns", "valid", "tokens", "cut", "context", "fault"]
+def finite_step(env, reply: str):
+    step = env.step(reply)
+    if not math.isfinite(step[1]):
+        raise FloatingPointError(f"reward {step[1]}")
+    return step
+
+
+def noise(args, episodes: int, *key: int) -> torch.Tensor:
+    """One number in [0, 1) for each token of each turn of the global batch, from `key`."""
+    generator = torch.Generator().manual_seed(seeded(*key))
+    shape = (episodes, args.max_turns, args.max_tokens)
+    return torch.rand(shape, generator=generator, dtype=torch.float64)
 
 
 def evaluate(policy, args, envs, rank, world, episodes, temperature) -> dict:
-    """Success and return on the first `episodes` held-out levels, over all processes."""
+    """Means over the first `episodes` held-out levels, over all processes.
+
+    The same levels and the same random numbers at every call and for every --seed.
+    """
     total = torch.zeros(len(STATS) + 1, dtype=torch.float64)
-    mine = list(range(rank, episodes, world))
+    mine, uniforms = list(range(rank, episodes, world)), noise(args, episodes, EVAL)
     for start in range(0, len(mine), len(envs)):
         rows = mine[start : start + len(envs)]
-        key = (EVAL, 0, 0, episodes)  # the same levels and draws every time, for every --seed
-        _, stats = collect(policy, envs[: len(rows)], rows, args, key, temperature)
-        total[:-1] += stats.sum(0)
-        total[-1] += len(rows)
-    all_reduce_sum(total)
-    mean = dict(zip(STATS, (total[:-1] / total[-1]).tolist()))
-    return {"success": mean["success"], "return": mean["return"], "turns": mean["turns"],
-            "valid": mean["valid"] / mean["turns"]}
+        stats = collect(policy, envs[: len(rows)], rows, args, 0, uniforms, temperature)[1]
+        total += torch.cat([stats.sum(0), torch.tensor([len(rows)])])
+    total = dict(zip(STATS + ["episodes"], all_reduce_sum(total).tolist()))
+    played = max(total["episodes"] - total["fault"], 1)
+    return {"success": total["success"] / played, "return": total["return"] / played,
+            "turns": total["turns"] / played, "valid": total["valid"] / max(total["turns"], 1),
+            "env_faults": total["fault"]}
 
 
 # ----------------------------------------------------------------------------------- cold start
+def expert_episode(env, seed: int, noise: float):
+    """Yield (observation, reply, reward) of the scripted expert with a share of random actions."""
+    observation, done = env.reset(seed=seed)[0], False
+    while not done:
+        reply = env.expert_reply(noise=noise)
+        following, reward, ended, truncated, _ = env.step(reply)
+        yield observation, reply, reward
+        observation, done = following, ended or truncated
+
+
 def demonstrate(policy, env, seeds, args) -> list[Transcript]:
-    """One episode a seed of the noisy scripted expert, as the transcripts a model would have left."""
-    scripts, said = [Transcript() for _ in seeds], []  # said: (episode, observation, reply, reward)
-    for i, seed in enumerate(seeds):
-        observation, done = env.reset(seed=seed)[0], False
-        while not done:
-            reply = env.expert_reply(noise=args.demo_noise)
-            following, reward, ended, truncated, _ = env.step(reply)
-            said.append((scripts[i], observation, reply, reward * args.reward_scale))
-            observation, done = following, ended or truncated
-    images = policy.process_images([observation["image"] for _, observation, _, _ in said])
-    for (script, observation, reply, reward), image in zip(said, images):
-        policy.show(script, env.system_prompt, observation["text"], *image)
-        ids = policy.tokenizer(reply, add_special_tokens=False)["input_ids"]
-        script.reply(torch.tensor(ids + [policy.tokenizer.eos_token_id]))
-        script.rewards[-1] = reward
+    """One expert episode a seed, as the transcripts a model would have left."""
+    episodes = [list(expert_episode(env, seed, args.demo_noise)) for seed in seeds]
+    frames = [observation["image"] for episode in episodes for observation, _, _ in episode]
+    images = iter(policy.process_images(frames) if frames else [])
+    scripts = []
+    for episode in episodes:
+        scripts.append(script := Transcript())
+        for observation, reply, reward in episode:
+            policy.show(script, env.system_prompt, observation["text"], *next(images))
+            ids = policy.tokenizer(reply, add_special_tokens=False)["input_ids"]
+            script.reply(torch.tensor(ids + [policy.eos]))
+            script.rewards[-1] = reward * args.reward_scale
     return scripts
 
 
 def cold_start(policy, args, rank, world, log) -> None:
     """Imitate noisy demonstrations: format and perception, and a critic fitted to their returns."""
-    size, peak = 16, 3e-3  # demonstrations a step over all processes; AdamW learning rate
-    if size % world:
-        size = world * math.ceil(size / world)
+    size = max(16, world)  # demonstrations a step, over all processes
+    peak = 3e-3 if args.model == "tiny" else args.lr  # from scratch; pretrained weights would break
     env = args.make_env("train")
     parameters = list(policy.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=peak, betas=(0.9, 0.95), weight_decay=0.0)
@@ -298,11 +329,11 @@ def cold_start(policy, args, rank, world, log) -> None:
         loss = torch.zeros(2, device=policy.device)
         order = batch["length"].argsort()  # rows of a like length together: less padding
         for micro in order.split(min(args.micro_batch, max(len(order) // 2, 1))):
-            micro = take(batch, micro.tolist())
-            out = policy(micro, args.temperature)
+            part = take(batch, micro.tolist())
+            out = policy(part, args.temperature)
             cross_entropy = -out["logprobs"].sum() / tokens
-            error = out["values"] - micro["returns"].to(policy.device)
-            value = hygrow.masked_mean(error**2, micro["mask"].to(policy.device), tokens)
+            error = out["values"] - part["returns"].to(policy.device)
+            value = hygrow.masked_mean(error**2, part["mask"].to(policy.device), tokens)
             (cross_entropy + 0.5 * value).backward()
             loss += torch.stack([cross_entropy, value]).detach()
         reduce_gradients(parameters)
@@ -317,23 +348,50 @@ def cold_start(policy, args, rank, world, log) -> None:
         bar.set_postfix(cross_entropy=f"{loss[0]:.3f}", refresh=False)
         if rank == 0 and (step % 20 == 0 or step + 1 == args.cold_start):
             log({"cold_start/step": step, "cold_start/cross_entropy": loss[0],
-                 "cold_start/value_loss": loss[1], "cold_start/grad_norm": float(norm)}, step)
+                 "cold_start/value_loss": loss[1], "cold_start/grad_norm": float(norm)},
+                step - args.cold_start)  # on TensorBoard's axis before iteration 0
+
+
+# ------------------------------------------------------------------------------------- score
+@torch.no_grad()
+def score(policy, reference, batch, args) -> None:
+    """Add to the batch, in place, what generation did not leave behind.
+
+    Log-probs and the values of a shared critic were read while sampling (a test pins that the
+    training forward gives the same within 1e-4); the values of a separate critic, the KL penalty
+    and the value after a truncated episode are read here.
+    """
+    batch["bootstrap"] = torch.zeros(len(batch["mask"]))
+    batch["kl"] = torch.zeros_like(batch["mask"])
+    for rows in torch.arange(len(batch["mask"])).split(args.micro_batch):
+        part = take(batch, rows.tolist())
+        steps = part["mask"].shape[1]
+        if policy.critic is not None:
+            batch["values"][rows, :steps] = policy(part, args.temperature)["values"].cpu()
+        if reference is not None:
+            logprobs = reference(part, args.temperature)["logprobs"].cpu()
+            kl = hygrow.kl_terms(part["logprobs"], logprobs, part["mask"])[0]  # k1
+            batch["kl"][rows, :steps] = kl
+            batch["rewards"][rows, :steps] -= args.kl_coef * kl
+        if part["truncated"].any():
+            late = policy.last_values(part).cpu()
+            batch["bootstrap"][rows] = torch.where(part["truncated"], late, 0)
 
 
 # ------------------------------------------------------------------------------- run directory
-def save_checkpoint(run: Path, iteration: int, policy, optimizer, args, seconds: float) -> None:
-    """Everything a resumed run needs, written aside and then renamed: a kill leaves the last one whole."""
+def save_checkpoint(run: Path, iteration: int, policy, optimizer, seconds: float) -> None:
+    """All that a resumed run needs, written aside, then renamed: a kill leaves the last one."""
     final, aside = run / f"step_{iteration:06d}", run / f"step_{iteration:06d}.tmp"
     shutil.rmtree(aside, ignore_errors=True)
     save_policy(policy, aside)
-    names = {id(p): name for name, p in policy.named_parameters()}
+    names = {p: name for name, p in policy.named_parameters()}
     moments = {
-        f"{names[id(p)]}.{key}": value.contiguous()
+        f"{names[p]}.{key}": value.contiguous()
         for p, state in optimizer.state.items()
         for key, value in state.items()
     }
     save_file(moments, aside / "optimizer.safetensors")
-    state = {"iteration": iteration, "seconds": seconds, "args": asdict(args)}
+    state = {"iteration": iteration, "seconds": seconds}
     (aside / "state.json").write_text(json.dumps(state, indent=1))
     shutil.rmtree(final, ignore_errors=True)
     os.replace(aside, final)
@@ -346,53 +404,66 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted(p for p in run.glob("step_*") if (p / "state.json").exists() and p.suffix == "")
 
 
-def load_optimizer(optimizer, policy, folder: Path) -> dict:
-    """Restore the moments of a checkpoint; returns its state.json."""
-    moments = load_file(folder / "optimizer.safetensors")
-    names = {id(p): name for name, p in policy.named_parameters()}
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            keys = ("step", "exp_avg", "exp_avg_sq")
-            saved = {k: moments[f"{names[id(p)]}.{k}"] for k in keys if f"{names[id(p)]}.{k}" in moments}
-            if saved:
-                optimizer.state[p] = {k: v if k == "step" else v.to(p.device) for k, v in saved.items()}
-    return json.loads((folder / "state.json").read_text())
+def load_checkpoint(optimizer, policy, folder: Path) -> dict:
+    """Restore the optimiser's moments; returns the checkpoint's state.json."""
+    try:
+        moments = load_file(folder / "optimizer.safetensors")
+        state = json.loads((folder / "state.json").read_text())
+    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{folder} is damaged ({error}); delete it, and --resume goes on from the one before"
+        ) from error
+    names = {name: p for name, p in policy.named_parameters()}
+    for key, value in moments.items():
+        name, _, moment = key.rpartition(".")
+        p = names[name]
+        optimizer.state[p][moment] = value if moment == "step" else value.to(p.device)
+    return state
 
 
 class Log:
     """metrics.jsonl and TensorBoard, on rank 0."""
 
     def __init__(self, run: Path, last: int | None):
-        """last: the iteration that is resumed from; later lines of an earlier run are cut off."""
+        """last: the iteration resumed from; what an earlier sitting logged after it is cut off."""
         self.path = run / "metrics.jsonl"
+        kept = []
         if last is not None and self.path.exists():
             lines = [line for line in self.path.read_text().splitlines() if line.endswith("}")]
             kept = [line for line in lines if json.loads(line).get("iteration", 0) <= last]
-            self.path.write_text("".join(line + "\n" for line in kept))
-        self.board = SummaryWriter(run / "tensorboard", purge_step=None if last is None else last + 1)
+        self.path.write_text("".join(line + "\n" for line in kept))
+        purge = None if last is None else last + 1
+        self.board = SummaryWriter(run / "tensorboard", purge_step=purge)
 
     def __call__(self, metrics: dict, step: int) -> None:
+        for name, value in metrics.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                metrics[name] = None  # JSON knows no NaN; optim/skipped counts where it came from
         with self.path.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
         for name, value in metrics.items():
-            if "/" in name:
+            if "/" in name and value is not None:
                 self.board.add_scalar(name, value, step)
 
 
 def setup(args):
-    """Process group, device and run folder -> (rank, world, device, run, resumed checkpoint or None)."""
+    """Process group, device, run folder -> (rank, world, device, run, checkpoint or None)."""
     world, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
-    rank = int(os.environ.get("RANK", 0))
+    rank, cuda = int(os.environ.get("RANK", 0)), torch.cuda.is_available()
     if args.num_envs // args.minibatches % world:
         raise ValueError(
             f"--num-envs {args.num_envs} / --minibatches {args.minibatches} cannot be split over "
             f"{world} processes; make the quotient a multiple of {world}"
         )
+    if cuda and local >= torch.cuda.device_count():
+        raise ValueError(f"process {local} has no GPU: there are {torch.cuda.device_count()}")
     torch.set_num_threads(args.threads)
-    cuda = torch.cuda.is_available()
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
-    if world > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=30))
+    if cuda:
+        torch.cuda.set_device(device)
+    if world > 1 and not dist.is_initialized():  # statistics are reduced on the CPU
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(minutes=30))
     default = f"runs/{args.env}__alpha{args.alpha}__seed{args.seed}__{int(time.time())}"
     run = [args.resume or args.run_dir or default]
     if world > 1:
@@ -400,12 +471,15 @@ def setup(args):
     run = Path(run[0])
     found = checkpoints(run) if args.resume else []
     if not args.resume and (run / "args.json").exists():
-        raise ValueError(f"--run-dir {run} holds a run already; use --resume {run} or another folder")
+        raise ValueError(f"--run-dir {run} holds a run already; --resume {run} goes on with it")
+    if found and int(found[-1].name[5:]) >= args.iterations:
+        raise ValueError(
+            f"--resume {run}: already at iteration {int(found[-1].name[5:])} of {args.iterations}; "
+            "give a larger --iterations to go on"
+        )
     if world > 1:
         dist.barrier()
-    if rank == 0:
-        run.mkdir(parents=True, exist_ok=True)
-        (run / "args.json").write_text(json.dumps(asdict(args), indent=1))
+    run.mkdir(parents=True, exist_ok=True)
     return rank, world, device, run, found[-1] if found else None
 
 
@@ -416,60 +490,53 @@ def build_policy(args, rank, device, run: Path, checkpoint):
         source = str(run / "tiny")
         if rank == 0:
             env = args.make_env("train")
-            texts = [env.system_prompt]
-            for seed in range(200):  # the words of the world: what it says and what its expert says
-                observation, _ = env.reset(seed=seed)
-                done = False
-                while not done:
-                    reply = env.expert_reply(noise=0.5)
+            texts = [env.system_prompt, "Invalid reply. "]  # the words of the world and its expert
+            for seed in range(200):
+                for observation, reply, _ in expert_episode(env, seed, noise=0.5):
                     texts += [observation["text"], reply]
-                    observation, _, ended, truncated, _ = env.step(reply)
-                    done = ended or truncated
             make_tiny(source, texts, args.seed)
         if dist.is_initialized():
             dist.barrier()
     return load_policy(source, critic=args.critic, seed=args.seed, device=device)
 
 
-# ----------------------------------------------------------------------------------------- main
-@torch.no_grad()
-def score(policy, reference, batch, args) -> None:
-    """Add to the batch, in place, what generation did not leave behind.
+def build_reference(args, rank, device, run: Path, policy, checkpoint):
+    """The frozen policy that --kl-coef holds to: as it was before reinforcement learning.
 
-    Log-probs and the values of a shared critic were read while sampling (a test pins that the training
-    forward gives the same within 1e-4); the values of a separate critic, the KL penalty and the value
-    after a truncated episode are read here.
+    Differs from the paper: that is the policy after the cold start, where there is one.
     """
-    batch["bootstrap"] = torch.zeros(len(batch["mask"]))
-    batch["kl"] = torch.zeros_like(batch["mask"])
-    for rows in torch.arange(len(batch["mask"])).split(args.micro_batch):
-        micro = take(batch, rows.tolist())
-        steps, on = micro["mask"].shape[1], micro["mask"] > 0
-        if policy.critic is not None:
-            batch["values"][rows, :steps] = policy(micro, args.temperature)["values"].cpu()
-        if reference is not None:
-            logprobs = reference(micro, args.temperature)["logprobs"].cpu()
-            kl = torch.where(on, micro["logprobs"] - logprobs, 0)  # k1
-            batch["rewards"][rows, :steps] -= args.kl_coef * kl
-            batch["kl"][rows, :steps] = kl
-        if micro["truncated"].any():
-            late = policy.last_values(micro).cpu()
-            batch["bootstrap"][rows] = torch.where(micro["truncated"], late, 0)
+    folder = run / "reference"
+    if rank == 0 and checkpoint is None:
+        save_policy(policy, folder)
+    if dist.is_initialized():
+        dist.barrier()
+    if not folder.exists():
+        raise ValueError(f"--kl-coef needs {folder}, which only a run begun with --kl-coef has")
+    reference = load_policy(str(folder), critic=args.critic, device=device).requires_grad_(False)
+    reference.critic = None  # only its log-probs are asked for
+    return reference
 
 
+# ----------------------------------------------------------------------------------------- main
 def main(args: Args) -> dict:
     """Train; returns the last evaluation. The loop is meant to be read from top to bottom."""
     try:
         rank, world, device, run, checkpoint = setup(args)
         policy = build_policy(args, rank, device, run, checkpoint)
-    except ValueError as error:
+        parameters = list(policy.parameters())
+        optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
+        state = load_checkpoint(optimizer, policy, checkpoint) if checkpoint else None
+    except (ValueError, OSError) as error:
         raise SystemExit(f"train_hygae.py: {error}") from error
-    log = Log(run, int(checkpoint.name[5:]) if checkpoint else None) if rank == 0 else None
     say = tqdm.write if rank == 0 else lambda *_: None
+    log = Log(run, state["iteration"] if state else None) if rank == 0 else None
+    if rank == 0:  # only now: a run that cannot start leaves nothing that forbids the next try
+        (run / "args.tmp").write_text(json.dumps(asdict(args) | {"resume": ""}, indent=1))
+        os.replace(run / "args.tmp", run / "args.json")
     rows = list(range(rank, args.num_envs, world))  # this process's rows of the global batch
     envs = [args.make_env("train") for _ in rows]
     eval_envs = [args.make_env("eval") for _ in range(-(-args.eval_episodes // world))]
-    size = sum(p.numel() for p in policy.parameters())
+    size = sum(p.numel() for p in parameters)
     say(f"{args.env}, {args.model} model, {size:,} parameters, {world} process(es), folder {run}")
     began, first, evaluation = time.time(), 1, {}
 
@@ -487,38 +554,34 @@ def main(args: Args) -> dict:
             log(result, iteration)
         return result
 
-    if checkpoint is None:
-        measure("untrained", 0, min(64, args.eval_episodes))
-        cold_start(policy, args, rank, world, log)
-        evaluation = measure("cold start", 0, args.eval_episodes)
-    # Differs from the paper: the KL reference is the policy after the cold start, where there is one.
-    start_policy = run / "reference"
-    if args.kl_coef and checkpoint is None and rank == 0:
-        save_policy(policy, start_policy)
-    reference = None
-    if args.kl_coef:
-        if dist.is_initialized():
-            dist.barrier()
-        reference = load_policy(str(start_policy), critic=args.critic, device=device)
-    parameters = list(policy.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
-    if checkpoint is not None:
-        state = load_optimizer(optimizer, policy, checkpoint)
+    if state:
         first, began = state["iteration"] + 1, time.time() - state["seconds"]
         say(f"resumed from {checkpoint}, {args.iterations - first + 1} iterations to go")
-    elif rank == 0:
-        save_checkpoint(run, 0, policy, optimizer, args, time.time() - began)
+    else:
+        if args.resume:
+            say(f"{run} has no checkpoint yet: it starts again")
+        if args.cold_start:
+            measure("untrained", 0, min(64, args.eval_episodes))
+            cold_start(policy, args, rank, world, log)
+        evaluation = measure("cold start" if args.cold_start else "start", 0, args.eval_episodes)
+        if rank == 0:
+            save_checkpoint(run, 0, policy, optimizer, time.time() - began)
+    try:
+        reference = args.kl_coef and build_reference(args, rank, device, run, policy, checkpoint)
+    except ValueError as error:
+        raise SystemExit(f"train_hygae.py: {error}") from error
 
     bar = tqdm(range(first, args.iterations + 1), initial=first - 1, total=args.iterations,
                desc="train", disable=rank > 0, mininterval=0.5)
     for iteration in bar:
         # 1. Collect: the policy plays one episode in each env -> padded tensors [B, T]
         began_collect = time.time()
-        key = (ACT, args.seed, iteration, args.num_envs)
-        batch, stats = collect(policy, envs, rows, args, key, args.temperature)
+        uniforms = noise(args, args.num_envs, ACT, args.seed, iteration)
+        first_seed = seeded(ACT, args.seed) % 10**9 + iteration * args.num_envs
+        batch, stats = collect(policy, envs, rows, args, first_seed, uniforms, args.temperature)
 
-        # 2. Score: what sampling did not leave behind (KL penalty, separate critic, truncation)
-        score(policy, reference, batch, args)
+        # 2. Score: what sampling did not leave behind; nothing with a shared critic and no KL
+        score(policy, reference or None, batch, args)
         mask, values = batch["mask"], batch["values"]
 
         # 3. Advantages: A = alpha A_turn + (1 - alpha) A_token, and the same mix for the returns G
@@ -530,19 +593,19 @@ def main(args: Args) -> dict:
         batch["advantages"] = hygrow.whiten(advantages, mask, dist=dist if world > 1 else None)
         batch["returns"] = returns
 
-        # 4. Update: epochs x minibatches; micro-batches and ranks change nothing but memory and time
+        # 4. Update: epochs x minibatches; micro-batches and ranks only change memory and time
         began_update, skipped, norms = time.time(), 0, []
         losses = torch.zeros(6, dtype=torch.float64)  # policy, value, entropy, kl, clipfrac, total
         for group in optimizer.param_groups:
             group["lr"] = args.lr * (1 - 0.9 * (iteration - 1) / args.iterations)
         for _ in range(args.epochs):
-            for mb in torch.arange(len(rows)).chunk(args.minibatches):
-                mb = sorted(mb.tolist(), key=lambda row: int(batch["length"][row]))  # less padding
+            for mb_inds in torch.arange(len(rows)).chunk(args.minibatches):
+                mb = mb_inds[batch["length"][mb_inds].argsort()].tolist()  # less padding
                 tokens = all_reduce_sum(mask[mb].sum().to(device)).clamp(min=1)  # [] over all ranks
                 for low in range(0, len(mb), args.micro_batch):
-                    micro = take(batch, mb[low : low + args.micro_batch])
-                    old = {k: v.to(device) for k, v in micro.items() if torch.is_tensor(v)}
-                    new = policy(micro, args.temperature)
+                    part = take(batch, mb[low : low + args.micro_batch])
+                    old = {k: v.to(device) for k, v in part.items() if torch.is_tensor(v)}
+                    new = policy(part, args.temperature)
                     policy_loss = hygrow.policy_loss(
                         new["logprobs"], old["logprobs"], old["advantages"], old["mask"],
                         clip=args.clip, dual_clip=args.dual_clip or None, denominator=tokens,
@@ -579,13 +642,13 @@ def main(args: Args) -> dict:
         error = (returns - values)[on].double()
         moments = [x for y in (advantages[on].double(), returns[on].double(), error)
                    for x in (y.sum(), (y**2).sum())]
-        total = [torch.tensor(len(rows)), on.sum(), batch["kl"].sum(), *moments]
-        total = torch.stack([x.double() for x in total])
-        total = all_reduce_sum(torch.cat([stats.sum(0), total, losses])).tolist()
-        metrics = {"iteration": iteration} | iteration_metrics(total, args.epochs * args.minibatches)
+        counts = [torch.tensor(len(rows)), on.sum(), batch["kl"].sum(), *moments]
+        sums = torch.cat([stats.sum(0), torch.stack([x.double() for x in counts]), losses])
+        metrics = iteration_metrics(all_reduce_sum(sums).tolist(), args.epochs * args.minibatches)
         now = time.time()
         metrics |= {
-            "optim/grad_norm": float(np.mean(norms)), "optim/skipped": skipped,
+            "iteration": iteration, "optim/skipped": skipped,
+            "optim/grad_norm": sum(filter(math.isfinite, norms)) / (len(norms) - skipped),
             "optim/lr": optimizer.param_groups[0]["lr"], "time/seconds": now - began,
             "time/collect_s": began_update - began_collect, "time/update_s": now - began_update,
             "time/tokens_per_s": metrics["rollout/all_tokens"] / (now - began_collect),
@@ -602,43 +665,59 @@ def main(args: Args) -> dict:
 
         # 6. Save
         if rank == 0 and (iteration % args.save_every == 0 or iteration == args.iterations):
-            save_checkpoint(run, iteration, policy, optimizer, args, time.time() - began)
+            save_checkpoint(run, iteration, policy, optimizer, time.time() - began)
+    if rank == 0:
+        log.board.close()
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
     return evaluation
 
 
-def iteration_metrics(total: list, updates: int) -> dict:
+def iteration_metrics(sums: list, updates: int) -> dict:
     """Means from the sums over all ranks; the README's table says each one's unit and reduction."""
-    sums = dict(zip(STATS, total))
-    episodes, tokens, kl, a, a2, g, g2, e, e2, *losses = total[len(STATS):]
-    out = {f"rollout/{k}": sums[k] / episodes for k in ("return", "success", "turns", "tokens")}
-    out |= {"rollout/valid": sums["valid"] / max(sums["turns"], 1),
-            "rollout/cut": sums["cut"] / max(sums["turns"], 1),
-            "rollout/env_faults": sums["fault"], "rollout/all_tokens": sums["context"]}
-    tokens = max(tokens, 1)
+    stats = dict(zip(STATS, sums))
+    episodes, tokens, kl, a, a2, g, g2, e, e2, *losses = sums[len(STATS):]
+    played = max(episodes - stats["fault"], 1)
+    turns, tokens = max(stats["turns"], 1), max(tokens, 1)
     spread = max(g2 / tokens - (g / tokens) ** 2, 1e-12)
-    out |= {"advantage/mean": a / tokens,
-            "advantage/std": math.sqrt(max(a2 / tokens - (a / tokens) ** 2, 0)),
-            "policy/reference_kl": kl / tokens, "value/return_mean": g / tokens,
-            "value/explained_variance": 1 - (e2 / tokens - (e / tokens) ** 2) / spread}
     names = ("loss/policy", "loss/value", "policy/entropy", "policy/approx_kl", "policy/clipfrac",
              "loss/total")
-    return out | {name: value / updates for name, value in zip(names, losses)}
+    return {
+        **{f"rollout/{k}": stats[k] / played for k in ("return", "success", "turns", "tokens")},
+        "rollout/valid": stats["valid"] / turns,
+        "rollout/cut": stats["cut"] / turns,
+        "rollout/env_faults": stats["fault"],
+        "rollout/all_tokens": stats["context"],
+        "advantage/mean": a / tokens,
+        "advantage/std": math.sqrt(max(a2 / tokens - (a / tokens) ** 2, 0)),
+        "policy/reference_kl": kl / tokens,
+        "value/return_mean": g / tokens,
+        "value/explained_variance": 1 - (e2 / tokens - (e / tokens) ** 2) / spread,
+        **{name: value / updates for name, value in zip(names, losses)},
+    }
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
     """The command line; with --resume, on top of the arguments of that run."""
-    args = tyro.cli(Args, args=argv, description=__doc__)
-    if not args.resume:
-        return args
-    saved = Path(args.resume) / "args.json"
-    if not saved.exists():
-        sys.exit(f"train_hygae.py: --resume {args.resume} holds no args.json; runs lie in runs/")
-    stored = json.loads(saved.read_text()) | {"resume": args.resume, "run_dir": ""}
-    stored["env_options"] = tuple(stored["env_options"])
-    return tyro.cli(Args, args=argv, default=Args(**stored), description=__doc__)
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--resume", default="")
+    resume = finder.parse_known_args(argv)[0].resume
+    default = Args()
+    if resume:
+        saved = Path(resume) / "args.json"
+        if not saved.exists():
+            sys.exit(f"train_hygae.py: --resume {resume} holds no args.json; runs lie in runs/")
+        try:
+            stored = json.loads(saved.read_text())
+            stored["env_options"] = tuple(stored["env_options"])
+            default = Args(**stored)
+        except (ValueError, KeyError, TypeError) as error:
+            sys.exit(f"train_hygae.py: {saved} does not fit this version ({error!r})")
+    args = tyro.cli(Args, args=argv, default=default, description=__doc__)
+    if args.resume and args.run_dir not in ("", default.run_dir):
+        sys.exit("train_hygae.py: give --resume or --run-dir, not both")
+    return args
 
 
 if __name__ == "__main__":
