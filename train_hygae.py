@@ -100,7 +100,7 @@ class Args:
     """AdamW learning rate, annealed linearly to a tenth; the paper: 1e-6 for a 3B model."""
     max_grad_norm: float = 1.0
     """Gradient clipping; an update whose gradient is not finite is skipped and counted."""
-    iterations: int = 150
+    iterations: int = 130
     """Iterations of reinforcement learning."""
     cold_start: int = 600
     """Supervised steps (of 16 demonstrations) before; 0 for a model that knows the format. Their
