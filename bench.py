@@ -64,7 +64,7 @@ def play(policy: Policy, envs: list, limit: int, ours: bool) -> tuple[int, float
     system, live, seconds, turn = envs[0].system_prompt, list(range(len(envs))), 0.0, 0
     dialogue = Dialogue(policy, len(envs), system)
     scripts = dialogue.transcripts
-    generator = torch.Generator().manual_seed(0)
+    generator, frames = torch.Generator().manual_seed(0), [[] for _ in envs]
     while live:
         start = time.perf_counter()
         texts, images = [seen[i]["text"] for i in live], [seen[i]["image"] for i in live]
@@ -73,8 +73,13 @@ def play(policy: Policy, envs: list, limit: int, ours: bool) -> tuple[int, float
             uniforms = torch.rand(len(live), limit, generator=generator, dtype=torch.float64)
             replies = dialogue.reply(limit, uniforms)
         else:
-            for i, text, image in zip(live, texts, policy.process_images(images)):
-                policy.show(scripts[i], system, text, *image)
+            for i, image in zip(live, images):
+                frames[i].append(image)
+            processed = iter(policy.process_images([f for i in live for f in frames[i]]))
+            for i, text in zip(live, texts):  # afresh: the pictures of all turns, every turn
+                pixels, grids = zip(*[next(processed) for _ in frames[i]])
+                policy.show(scripts[i], system, text, pixels[-1], grids[-1])
+                scripts[i].pixels = list(pixels)
             tokens = generate_afresh(policy, [scripts[i] for i in live], limit)
             for i, row in zip(live, tokens):
                 scripts[i].reply(torch.tensor(row))

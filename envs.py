@@ -12,7 +12,8 @@ Differs from the paper:
   ever a training level (the paper's test seeds lie inside its training seeds);
 - a reply in the wrong format executes nothing (the paper's code executes what it can find in it);
 - by default 5 turns of 3 actions (the paper: 3 of 3) and, on the lake, fixed corners for start and
-  goal (the paper: anywhere; see random_corners).
+  goal (the paper: anywhere; see random_corners);
+- Sokoban's rooms are drawn here, not by gym-sokoban; solutions of 1 to 5 moves, as in the paper.
 """
 
 import hashlib
@@ -31,7 +32,7 @@ from gymnasium.envs.toy_text import frozen_lake
 from gymnasium.spaces import Box, Dict, Text
 from PIL import Image, ImageDraw
 
-CELL = 28  # px a side: one visual token of Qwen2-VL (2 x 2 patches of 14 px)
+CELL = 28  # px a side: one visual token of Qwen2-VL (2 x 2 patches of 14 px) and of the tiny model
 MAX_DRAWS = 1000  # levels drawn in one reset before it gives up
 MAX_SEARCH = 100_000  # states the planner looks at before it gives up
 SIDES = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}  # row, column
