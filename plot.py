@@ -82,7 +82,7 @@ def curve(options: Curve) -> None:
                 points.setdefault(r["iteration"], []).append(r[name])
         shared = sorted(i for i, values in points.items() if len(values) == len(options.runs))
         axis.plot(shared, [median(points[i]) for i in shared], colour, lw=2.5,
-                  label=f"{label}, median of {len(options.runs)} seed(s)")
+                  label=f"{label}, median of {len(options.runs)} seeds")
     args, _ = read(options.runs[0])
     title = options.title or " ".join([args["env"], *args["env_options"]])
     axis.set(xlabel="iteration of reinforcement learning (0: after the cold start)",
@@ -126,7 +126,7 @@ def episode(options: Episode) -> None:
         axis.text(0, -0.04, "\n".join(lines), transform=axis.transAxes, va="top", fontsize=8.5,
                   family="monospace", parse_math=False)
     Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(options.out, dpi=110)
+    figure.savefig(options.out, dpi=110, bbox_inches="tight")
     print(f"level {options.level}: {outcome} in {info['moves']} moves")
 
 

@@ -14,10 +14,10 @@ before. So any number of processes draws the same levels and the same random num
 of the first update is the same to 1e-5; rounding parts the runs later), and resuming needs no RNG.
 
 Differs from the paper, where the defaults serve a tiny model instead of a pretrained one: a cold
-start; one AdamW (betas .9/.95, no weight decay) and one annealed learning rate for actor and critic
-(paper: two trunks, 1e-6 and 1e-5, betas .9/.999, decay 0.01, constant); temperature 1 without top-p
-(paper: 0.7 with top-p 0.95, which its log-probs do not model); rewards scaled; evaluation on levels
-that training never sees, greedy beside sampled.
+start; one AdamW (betas .9/.95, no weight decay) and one learning rate for actor and critic, annealed
+together with the entropy bonus (paper: two trunks, 1e-6 and 1e-5, betas .9/.999, decay 0.01, all
+constant); temperature 1 without top-p (paper: 0.7 with top-p 0.95, which its log-probs do not
+model); rewards scaled; evaluation on levels that training never sees, greedy beside sampled.
 """
 
 import argparse
@@ -78,8 +78,8 @@ class Args:
     """Clip range of the value update in scaled reward units (hygrow.value_loss)."""
     value_coef: float = 0.5
     """Weight of the value loss (which holds a factor 1/2 of its own)."""
-    entropy_coef: float = 0.01
-    """Weight of the entropy bonus (nats per token); the paper: 0.001."""
+    entropy_coef: float = 0.015
+    """Weight of the entropy bonus (nats per token), annealed like --lr; the paper: 0.001."""
     kl_coef: float = 0.0
     """Weight of the KL penalty to the cold-start policy in the reward (k1); the paper: 0.001."""
     reward_scale: float = 0.1
@@ -596,8 +596,9 @@ def main(args: Args) -> dict:
         # 4. Update: epochs x minibatches; micro-batches and ranks only change memory and time
         began_update, skipped, norms = time.time(), 0, []
         losses = torch.zeros(6, dtype=torch.float64)  # policy, value, entropy, kl, clipfrac, total
+        annealed = 1 - 0.9 * (iteration - 1) / args.iterations  # to a tenth
         for group in optimizer.param_groups:
-            group["lr"] = args.lr * (1 - 0.9 * (iteration - 1) / args.iterations)
+            group["lr"] = args.lr * annealed
         for _ in range(args.epochs):
             for mb_inds in torch.arange(len(rows)).chunk(args.minibatches):
                 mb = mb_inds[batch["length"][mb_inds].argsort()].tolist()  # less padding
@@ -615,7 +616,8 @@ def main(args: Args) -> dict:
                         clip=args.value_clip, denominator=tokens,
                     )
                     entropy = hygrow.masked_mean(new["entropy"], old["mask"], tokens)
-                    loss = policy_loss + args.value_coef * value_loss - args.entropy_coef * entropy
+                    loss = (policy_loss + args.value_coef * value_loss
+                            - args.entropy_coef * annealed * entropy)
                     loss.backward()
                     moved = hygrow.policy_stats(
                         new["logprobs"], old["logprobs"], old["mask"],
