@@ -246,6 +246,11 @@ class TurnEnv(gymnasium.Env):
                     queue.append(after)
         return []
 
+    def _next_steps(self) -> list[str]:
+        """For a thought: "go" and what the plan does in this turn."""
+        steps = self._plan(self._state)[: self.max_actions]
+        return ["go", *(action.lower() for action in steps)]
+
     def expert_reply(self, noise: float = 0.0) -> str:
         """A valid reply for the state as it is: what is seen, then the next actions of the plan.
 
@@ -354,17 +359,18 @@ class FrozenLake(TurnEnv):
         return {"G": True, "H": False}.get(self.letters[self._ground.flat[state]])
 
     def _think(self):
-        """What lies on each side, in the order of SIDES: "up edge down hole left edge right ice";
-        before it, where the corners are random, the flag's direction: "flag down right"."""
-        words, names = [], {True: "flag", False: "hole", None: "ice"}
+        """What lies on each side and the next steps of the plan: "up edge down hole left edge right ice
+        go right down down"; first, where the corners are random, the flag's direction: "flag down"."""
+        words = []
         if self.random_corners:
             flag = int(np.flatnonzero(self._ground == self.letters.index("G"))[0])
             words += ["flag", *compass(self._state, flag, self.size)]
+        looks = {True: "flag", False: "hole", None: "ice"}
         for side in SIDES:
             there = self._next(self._state, side)
-            seen = "edge" if there == self._state else names[self._result(there)]
+            seen = "edge" if there == self._state else looks[self._result(there)]
             words += [side.lower(), seen]
-        return " ".join(words)
+        return " ".join(words + self._next_steps())
 
     def _grid(self):
         grid = self._ground.copy()
@@ -524,8 +530,7 @@ class Sokoban(TurnEnv):
             words += [name, *divmod(there, self.size)]
             ways += [name, *compass(here, there, self.size)]
             here = there
-        plan = [action.lower() for action in self._plan(self._state)[: self.max_actions]]
-        return " ".join(map(str, [*words, *ways, "go", *plan]))
+        return " ".join(map(str, words + ways + self._next_steps()))
 
     def _distance(self, start, end):
         return sum(abs(a - b) for a, b in zip(divmod(start, self.size), divmod(end, self.size)))

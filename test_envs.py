@@ -663,13 +663,15 @@ def test_lake_thoughts_are_true():
         for side in ("up", "down", "left", "right"):
             dy, dx = DELTA[side.capitalize()]
             want += [side, names[cells.get((at[0] + dy, at[1] + dx))]]
+        want += ["go", *(action.lower() for action in env.expert_plan()[:3])]
         thought = env.expert_reply().split("<think>")[1].split("</think>")[0]
         assert thought.split() == want, level
         said.add(thought)
     assert len(said) > 20
     plain = make_env("FrozenLake")
     plain.reset(options={"level": "SFFF\nHFFF\nFFFF\nFFFG"})
-    assert plain._think() == "up edge down hole left edge right ice"  # no need for the flag
+    thought = plain._think()  # no need for the flag
+    assert thought == "up edge down hole left edge right ice go right down down"
 
 
 def test_sokoban_thoughts_are_true():

@@ -78,7 +78,7 @@ class Args:
     """Clip range of the value update in scaled reward units (hygrow.value_loss)."""
     value_coef: float = 0.5
     """Weight of the value loss (which holds a factor 1/2 of its own)."""
-    entropy_coef: float = 0.015
+    entropy_coef: float = 0.005
     """Weight of the entropy bonus (nats per token), annealed like --lr; the paper: 0.001."""
     kl_coef: float = 0.0
     """Weight of the KL penalty to the cold-start policy in the reward (k1); the paper: 0.001."""
@@ -86,7 +86,7 @@ class Args:
     """Factor on the environment's rewards, so that a solved episode is worth about 1."""
     num_envs: int = 192
     """Episodes an iteration, over all processes."""
-    epochs: int = 1
+    epochs: int = 2
     """Passes over the episodes of an iteration."""
     minibatches: int = 4
     """Optimiser steps a pass."""
@@ -100,14 +100,14 @@ class Args:
     """AdamW learning rate, annealed linearly to a tenth; the paper: 1e-6 for a 3B model."""
     max_grad_norm: float = 1.0
     """Gradient clipping; an update whose gradient is not finite is skipped and counted."""
-    iterations: int = 130
+    iterations: int = 50
     """Iterations of reinforcement learning."""
-    cold_start: int = 600
+    cold_start: int = 1000
     """Supervised steps (of 16 demonstrations) before; 0 for a model that knows the format. Their
     learning rate is 3e-3 for the tiny model, else --lr."""
-    demo_noise: float = 0.5
+    demo_noise: float = 0.6
     """Share of random actions in the demonstrations; more leaves more to reinforcement learning."""
-    eval_every: int = 20
+    eval_every: int = 10
     """Iterations between evaluations on held-out levels, sampled and greedy."""
     eval_episodes: int = 256
     """Episodes of an evaluation; the last one uses twice as many."""
