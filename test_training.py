@@ -612,7 +612,7 @@ def test_training_learns(tmp_path):
     The two evaluations have 256 and 512 episodes, so the standard error of their difference is
     below 0.04 whatever the rates: without any learning a gain of 0.15 has odds below 1 in 10,000.
     """
-    args = Args(iterations=30, eval_every=30, run_dir=str(tmp_path))
+    args = Args(iterations=15, eval_every=15, run_dir=str(tmp_path))
     run = torchrun(2, args)
     finish(run, 1000)
     record = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

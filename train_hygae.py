@@ -2,7 +2,7 @@
 
     torchrun train_hygae.py --alpha 0.5                      # FrozenLake, tiny model, laptop CPU
     torchrun --nproc-per-node 2 train_hygae.py --alpha 0.5   # the same run on two processes
-    torchrun train_hygae.py --env Sokoban --demo-noise 0.6
+    torchrun train_hygae.py --env Sokoban --env-options min_moves=2 --max-turns 3 --demo-noise 0.7
     torchrun train_hygae.py --resume runs/NAME               # go on where a run stopped
 
 Source: arXiv 2607.23605. The formulas are in hygrow.py, the worlds in envs.py, the model in
@@ -100,9 +100,9 @@ class Args:
     """AdamW learning rate, annealed linearly to a tenth; the paper: 1e-6 for a 3B model."""
     max_grad_norm: float = 1.0
     """Gradient clipping; an update whose gradient is not finite is skipped and counted."""
-    iterations: int = 50
+    iterations: int = 60
     """Iterations of reinforcement learning."""
-    cold_start: int = 1000
+    cold_start: int = 400
     """Supervised steps (of 16 demonstrations) before; 0 for a model that knows the format. Their
     learning rate is 3e-3 for the tiny model, else --lr."""
     demo_noise: float = 0.6
