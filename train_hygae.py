@@ -100,9 +100,9 @@ class Args:
     """AdamW learning rate, annealed linearly to a tenth; the paper: 1e-6 for a 3B model."""
     max_grad_norm: float = 1.0
     """Gradient clipping; an update whose gradient is not finite is skipped and counted."""
-    iterations: int = 60
+    iterations: int = 50
     """Iterations of reinforcement learning."""
-    cold_start: int = 400
+    cold_start: int = 700
     """Supervised steps (of 16 demonstrations) before; 0 for a model that knows the format. Their
     learning rate is 3e-3 for the tiny model, else --lr."""
     demo_noise: float = 0.6
