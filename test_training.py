@@ -610,7 +610,9 @@ def test_training_learns(tmp_path):
     """From a cold start to clearly more, on held-out levels, by the README's own settings in short.
 
     The two evaluations have 256 and 512 episodes, so the standard error of their difference is
-    below 0.04 whatever the rates: without any learning a gain of 0.15 has odds below 1 in 10,000.
+    below 0.04 whatever the rates: a run that learns nothing passes with odds below 1 in 1000 (gain
+    above 0.2, five of its standard errors at these rates). The README's three seeds gain more than
+    0.4 in as many iterations, so a false alarm is about as rare.
     """
     args = Args(iterations=15, eval_every=15, run_dir=str(tmp_path))
     run = torchrun(2, args)
@@ -620,4 +622,4 @@ def test_training_learns(tmp_path):
     print(success)
     assert success["untrained"] < 0.02
     assert 0.05 < success["cold start"] < 0.4
-    assert success["end"] > success["cold start"] + 0.15
+    assert success["end"] > success["cold start"] + 0.2
