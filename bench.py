@@ -27,8 +27,8 @@ class Bench:
     """As in train_hygae.py."""
     env: str = "FrozenLake"
     """World to play."""
-    num_envs: int = 64
-    """Conversations in the batch."""
+    num_envs: int = 192
+    """Conversations in the batch; the default is the training default."""
     max_tokens: int = 32
     """Longest reply."""
     repeats: int = 3
