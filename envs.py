@@ -359,8 +359,8 @@ class FrozenLake(TurnEnv):
         return {"G": True, "H": False}.get(self.letters[self._ground.flat[state]])
 
     def _think(self):
-        """What lies on each side and the next steps of the plan: "up edge down hole left edge right ice
-        go right down down"; first, where the corners are random, the flag's direction: "flag down"."""
+        """What lies on each side and the next steps of the plan: "up edge down hole left edge right
+        ice go right down down"; where the corners are random, first the way to the flag."""
         words = []
         if self.random_corners:
             flag = int(np.flatnonzero(self._ground == self.letters.index("G"))[0])
@@ -601,6 +601,7 @@ def main():
         ("FrozenLake", {"slippery": True, "success_rate": 0.8}),
         ("FrozenLake", {"size": 8}),
         ("Sokoban", {}),
+        ("Sokoban", {"min_moves": 2, "max_turns": 3}),
         ("Sokoban", {"size": 7, "boxes": 2, "max_moves": 15}),
     ):
         env = make_env(name, split="eval", **options)

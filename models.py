@@ -152,6 +152,8 @@ def load_policy(name: str, *, critic: str = "shared", seed: int = 0, device="cpu
     except (OSError, ValueError) as error:
         if Path(name).is_dir():
             raise ValueError(f"--model {name}: the folder has no readable config.json") from error
+        if name.startswith(("/", ".", "~")):
+            raise ValueError(f"--model {name}: no such local folder") from error
         raise ValueError(
             f"--model {name}: no such local folder, and it could not be read from the hub "
             f"({str(error).splitlines()[0]}). Where there is a network, run "

@@ -138,7 +138,7 @@ def summary(options: Summary) -> None:
         rows.append([records[0]["eval/success"], records[0]["eval/greedy_success"],
                      records[-1]["eval/success"], records[-1]["eval/greedy_success"],
                      records[-1]["time/seconds"] / 60])
-    print("| run | cold start sampled | greedy | end sampled | greedy | minutes |")
+    print("| run | cold start sampled | cold start greedy | end sampled | end greedy | minutes |")
     print("|---|---|---|---|---|---|")
     medians = [median(column) for column in zip(*rows)]
     for name, row in [*zip(names, rows), ("median", medians)]:

@@ -478,7 +478,8 @@ def test_killed_run_resumes_bit_for_bit(tmp_path):
 
 def test_resume_takes_flags_on_top_of_the_runs_own(tmp_path):
     train_hygae.main(small(tmp_path, num_envs=10, minibatches=2))
-    args = train_hygae.parse_args(["--resume", str(tmp_path), "--iterations", "2", "--minibatches=5"])
+    flags = ["--resume", str(tmp_path), "--iterations", "2", "--minibatches=5"]
+    args = train_hygae.parse_args(flags)
     assert (args.num_envs, args.minibatches, args.iterations, args.max_turns) == (10, 5, 2, 2)
     with pytest.raises(SystemExit, match="already at iteration 1 of 1"):
         train_hygae.main(train_hygae.parse_args(["--resume", str(tmp_path)]))
@@ -490,7 +491,7 @@ def test_resume_takes_flags_on_top_of_the_runs_own(tmp_path):
         train_hygae.main(train_hygae.parse_args(
             ["--resume", str(tmp_path), "--iterations", "3", "--critic", "separate"]))
     again = train_hygae.parse_args(["--resume", str(tmp_path), "--iterations", "3"])
-    assert again.critic == "shared"  # a refused start leaves the run as it was
+    assert (again.critic, again.kl_coef) == ("shared", 0)  # a refused start changes nothing
 
 
 def test_damaged_files_are_named(tmp_path):

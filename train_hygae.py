@@ -14,8 +14,8 @@ before. So any number of processes draws the same levels and the same random num
 of the first update is the same to 1e-5; rounding parts the runs later), and resuming needs no RNG.
 
 Differs from the paper, where the defaults serve a tiny model instead of a pretrained one: a cold
-start; one AdamW (betas .9/.95, no weight decay) and one learning rate for actor and critic, annealed
-together with the entropy bonus (paper: two trunks, 1e-6 and 1e-5, betas .9/.999, decay 0.01, all
+start; one AdamW (betas .9/.95, no weight decay) and one learning rate for actor and critic,
+annealed together with the entropy bonus (paper: two trunks, 1e-6 and 1e-5, betas .9/.999, decay 0.01, all
 constant); temperature 1 without top-p (paper: 0.7 with top-p 0.95, which its log-probs do not
 model); rewards scaled; evaluation on levels that training never sees, greedy beside sampled.
 """
@@ -500,18 +500,25 @@ def build_policy(args, rank, device, run: Path, checkpoint):
     return load_policy(source, critic=args.critic, seed=args.seed, device=device)
 
 
-def build_reference(args, rank, device, run: Path, policy, checkpoint):
-    """The frozen policy that --kl-coef holds to: as it was before reinforcement learning.
+def save_reference(policy, rank, run: Path) -> None:
+    """Keep the policy that --kl-coef holds to: as it was before reinforcement learning.
 
     Differs from the paper: that is the policy after the cold start, where there is one.
     """
-    folder = run / "reference"
-    if rank == 0 and checkpoint is None:
-        save_policy(policy, folder)
+    if rank == 0:
+        shutil.rmtree(run / "reference.tmp", ignore_errors=True)
+        save_policy(policy, run / "reference.tmp")
+        shutil.rmtree(run / "reference", ignore_errors=True)
+        os.replace(run / "reference.tmp", run / "reference")
     if dist.is_initialized():
         dist.barrier()
+
+
+def load_reference(args, device, run: Path):
+    folder = run / "reference"
     if not folder.exists():
-        raise ValueError(f"--kl-coef needs {folder}, which only a run begun with --kl-coef has")
+        raise ValueError(f"--kl-coef needs {folder}, which only a run begun with it has; "
+                         "go on with --kl-coef 0")
     reference = load_policy(str(folder), critic=args.critic, device=device).requires_grad_(False)
     reference.critic = None  # only its log-probs are asked for
     return reference
@@ -526,6 +533,7 @@ def main(args: Args) -> dict:
         parameters = list(policy.parameters())
         optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
         state = load_checkpoint(optimizer, policy, checkpoint) if checkpoint else None
+        reference = load_reference(args, device, run) if checkpoint and args.kl_coef else None
     except (ValueError, OSError) as error:
         raise SystemExit(f"train_hygae.py: {error}") from error
     say = tqdm.write if rank == 0 else lambda *_: None
@@ -564,12 +572,11 @@ def main(args: Args) -> dict:
             measure("untrained", 0, min(64, args.eval_episodes))
             cold_start(policy, args, rank, world, log)
         evaluation = measure("cold start" if args.cold_start else "start", 0, args.eval_episodes)
+        if args.kl_coef:
+            save_reference(policy, rank, run)
+            reference = load_reference(args, device, run)
         if rank == 0:
             save_checkpoint(run, 0, policy, optimizer, time.time() - began)
-    try:
-        reference = args.kl_coef and build_reference(args, rank, device, run, policy, checkpoint)
-    except ValueError as error:
-        raise SystemExit(f"train_hygae.py: {error}") from error
 
     bar = tqdm(range(first, args.iterations + 1), initial=first - 1, total=args.iterations,
                desc="train", disable=rank > 0, mininterval=0.5)
@@ -581,7 +588,7 @@ def main(args: Args) -> dict:
         batch, stats = collect(policy, envs, rows, args, first_seed, uniforms, args.temperature)
 
         # 2. Score: what sampling did not leave behind; nothing with a shared critic and no KL
-        score(policy, reference or None, batch, args)
+        score(policy, reference, batch, args)
         mask, values = batch["mask"], batch["values"]
 
         # 3. Advantages: A = alpha A_turn + (1 - alpha) A_token, and the same mix for the returns G
