@@ -1,4 +1,4 @@
-"""The maths of HyGAE: advantages, whitening, PPO losses. Pure functions on tensors, only torch.
+"""The maths of HyGAE, of GROW and of what they are compared with. Pure functions, only torch.
 
 Tensors are [B, T]: B sequences, T positions (prompt, images, padding and all).
 - mask      1 on generated tokens. Recursions run over these only, so "the next token" after a
@@ -11,7 +11,11 @@ Tensors are [B, T]: B sequences, T positions (prompt, images, padding and all).
 - bootstrap [B], value of the state one token after the row's last one: 0 where the episode ended
             by itself (default: everywhere), V of the last observation where it was cut off.
 gamma discounts one token, turn_gamma (where given) one turn. Rows without tokens stay zero.
-Estimators work in float64, answer in the input's dtype, pass no gradient and do not whiten.
+Estimators work in float64, answer in the input's dtype, pass no gradient and do not whiten. All
+errors are ValueErrors that name the row or the argument: shapes that differ, flags other than 0
+and 1, numbers not finite on the mask, a turn_end off the mask, tokens after a row's last
+turn_end, discounts outside [0, 1]; a function names what else it refuses.
+GROW's tensors are [S], one entry a state-action sample, and [S, T] with the tokens of its action.
 """
 
 import torch
@@ -29,7 +33,6 @@ def token_gae(
         delta_t = r_t + gamma V_{t+1} - V_t        V after the last token is bootstrap
         A_t     = delta_t + gamma lam A_{t+1}      A after the last token is 0
         G_t     = A_t + V_t
-    ValueError: shapes, mask not 0/1, not finite on the mask (names the row), gamma, lam off [0, 1].
     Source: arXiv 1506.02438, eq. 16. Pinned by test_token_gae_by_hand and test_vectors.
     """
     _check(gamma=gamma, lam=lam)
@@ -52,29 +55,29 @@ def turn_gae(
       Gamma_k = gamma^I_{k+1}, but Gamma_K = gamma, as bootstrap is one token after e_K.
       aggregate_reward adds the rewards on the way, sum_{j=1..I_{k+1}-1} gamma^j r_{b_{k+1}+j-1},
       to R_k (k < K). Elsewhere in the turn G_t = r_t + gamma G_{t+1}.
-    anchor="first" (ablation): V_k = V_{b_k}, R_k = sum_{j<I_k} gamma^j r_{b_k+j}: all rewards of
-      the turn, aggregate_reward or not. b_{k+1} (or bootstrap) is the turn's own I_k tokens after
-      b_k: Gamma_k = gamma^I_k. After b_k, G_t = r_t + gamma G_{t+1}, on into the next turn's b.
+    anchor="first" (ablation): V_k = V_{b_k}, R_k = sum_{j<I_k} gamma^j r_{b_k+j}, with or without
+      aggregate_reward. b_{k+1} (or bootstrap) is the turn's own I_k tokens after b_k:
+      Gamma_k = gamma^I_k. After b_k, G_t = r_t + gamma G_{t+1}, on into the next turn's b.
     turn_gamma replaces Gamma_k, and gamma where G steps from turn to turn; gamma stays inside.
-    V_{e_k} has seen the response but for its last token, so with an exact critic the "last" turn
-    term has zero expected gradient on all tokens of the turn but the last (test_expected_gradient).
-    ValueError: as token_gae; a turn_end off the mask, tokens after the last one, unknown anchor.
+    V_{e_k} knows the turn but for its last token: with an exact critic, "last" teaches the turn's
+    tokens the advantage of that one, so on average nothing to all others if what precedes e_k
+    settles that it ends the turn; "first" each its own: test_4_gradient_by_position.
     Source: arXiv 2607.23605. Pinned by test_turn_gae_by_hand, test_random_batches_match_naive.
     """
     across = gamma if turn_gamma is None else turn_gamma
-    _check(anchor, gamma=gamma, lam=lam, turn_gamma=across)
+    _check(gamma=gamma, lam=lam, turn_gamma=across)
+    _choose("anchor", anchor, "last", "first")
     r, v, after, valid, restore = _read(rewards, values, mask, bootstrap)
     start, end, turn, length = _turns(turn_end, mask, valid)  # [B, N] three times, [B, K]
     step = gamma * (~end).double()  # [B, N] to the next token of the same turn
     if anchor == "last":
-        at, elapsed, reward = end, _next(length, 1), _pack(r, end)  # [B, N], [B, K], [B, K]
+        at, elapsed = end, _next(length, 1)  # [B, N], [B, K]
         way = _pack(_backward(r * ~end, step), start)  # [B, K] a turn's rewards before its last
-        reward = reward + aggregate_reward * gamma * _next(way, 0)
+        reward = _pack(r, end) + aggregate_reward * gamma * _next(way, 0)
     else:
         at, elapsed, reward = start, length, _pack(_backward(r, step), start)
-    value = _pack(v, at)  # [B, K]
     discount = gamma**elapsed if turn_gamma is None else torch.full_like(elapsed, turn_gamma)
-    delta = reward + discount * _next(value, after) - value
+    delta = reward + discount * _next(_pack(v, at), after) - _pack(v, at)  # [B, K]
     advantage = _backward(delta, discount * lam).gather(1, turn)  # [B, N]
     step = torch.where(end, across, step).masked_fill(at, 0)  # G starts anew at every anchor
     returns = _backward(torch.where(at, advantage + v, r), step, after)
@@ -85,31 +88,180 @@ def turn_gae(
 def hybrid_gae(
     rewards: Tensor, values: Tensor, mask: Tensor, turn_end: Tensor, *, gamma: float, lam: float,
     alpha: float, token_lam: float = 1.0, anchor: str = "last", aggregate_reward: bool = False,
-    bootstrap: Tensor | None = None,
+    hybrid_return: str = "exact", bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """HyGAE: the advantage is a mix of turn_gae (weight alpha) and token_gae. Shapes as theirs.
 
-        A = alpha A^turn(lam) + (1 - alpha) A^token(token_lam),    G likewise
-    The mix is to be whitened once, after mixing (whiten); returns are never whitened.
+        A = alpha A^turn(lam) + (1 - alpha) A^token(token_lam)
+        G = alpha G^turn      + (1 - alpha) G^token                     hybrid_return="exact"
+    Ablations of G: "broadcast" copies G^turn of the anchor, undiscounted, to all tokens of its turn
+    before mixing; "turn_end" keeps G at turn ends only (0 elsewhere: give value_loss turn_end as
+    its mask); "token" is G^token alone. The mix A is to be whitened once, after mixing; G never.
     With lam = token_lam = 1 and rewards on turn ends only, both returns are the same discounted
     sum of rewards: mixing them is a no-op, and only the actor's advantage differs from PPO's.
-    With an exact critic and the "last" anchor, alpha shrinks the expected gradient to (1 - alpha)
-    of PPO's on all tokens of a turn but its last (test_expected_gradient).
-    ValueError: as token_gae and turn_gae; alpha off [0, 1].
-    Source: arXiv 2607.23605. Pinned by test_vectors and test_hybrid_by_hand.
+    ValueError: alpha outside [0, 1], unknown anchor or hybrid_return.
+    Source: arXiv 2607.23605. Pinned by test_vectors, test_hybrid_by_hand, test_5_hybrid_return.
     """
     # Differs from the paper: its code takes the value after the last token as 0 always, also for
     # episodes cut by the turn limit, and has no "first" anchor. Both are options here, off unless
     # asked for. token_lam is fixed to 1 in its code.
     _check(alpha=alpha)
+    _choose("hybrid_return", hybrid_return, "exact", "broadcast", "turn_end", "token")
     dtype, r = torch.promote_types(rewards.dtype, values.dtype), rewards.double()  # round once
-    turn = turn_gae(
-        r, values, mask, turn_end, gamma=gamma, lam=lam, anchor=anchor,
-        aggregate_reward=aggregate_reward, bootstrap=bootstrap,
-    )
-    token = token_gae(r, values, mask, gamma=gamma, lam=token_lam, bootstrap=bootstrap)
-    advantage, returns = (alpha * a + (1 - alpha) * b for a, b in zip(turn, token))
-    return advantage.to(dtype), returns.to(dtype)
+    how = dict(anchor=anchor, aggregate_reward=aggregate_reward, bootstrap=bootstrap)
+    turn, high = turn_gae(r, values, mask, turn_end, gamma=gamma, lam=lam, **how)
+    token, low = token_gae(r, values, mask, gamma=gamma, lam=token_lam, bootstrap=bootstrap)
+    if hybrid_return == "broadcast":  # without discount an advantage is its anchor's reward, copied
+        still = dict(gamma=0.0, lam=0.0, anchor=anchor)
+        high = turn_gae(high, torch.zeros_like(high), mask, turn_end, **still)[0]
+    returns = low if hybrid_return == "token" else alpha * high + (1 - alpha) * low
+    if hybrid_return == "turn_end":
+        returns = torch.where(turn_end != 0, returns, 0)
+    return (alpha * turn + (1 - alpha) * token).to(dtype), returns.to(dtype)
+
+
+@torch.no_grad()
+def bi_level_gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, turn_end: Tensor, *, gamma: float, lam: float,
+    turn_gamma: float, bootstrap: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """VAGEN's bi-level GAE: GAE over turns, whose result is each turn's reward in a GAE over its
+    tokens. Shapes as token_gae.
+
+        delta_k = r_{e_k} + turn_gamma V_{e_{k+1}} - V_{e_k}     V_{e_{K+1}} is bootstrap
+        A_k     = delta_k + turn_gamma lam A_{k+1}               r'_{e_k} = A_k + V_{e_k}
+        A_t     = r'_t + gamma V_{t+1} - V_t + gamma lam A_{t+1}     in the turn: V, A after e_k 0
+        G_t     = A_t + V_t                                      r'_t = r_t off turn ends
+    The same as token_gae where A_k is: test_8_bi_level_is_token_gae has the exact condition.
+    Source: VAGEN, arXiv 2510.16907. Pinned by test_vectors and test_bi_level_by_hand.
+    """
+    # Differs from the paper: HyGAE's own code lets V and A run on over turn ends in the token pass,
+    # which counts later turns again and again; here the token chain restarts, as in VAGEN.
+    _check(gamma=gamma, lam=lam, turn_gamma=turn_gamma)
+    r, v, after, valid, restore = _read(rewards, values, mask, bootstrap)
+    _, end, turn, _ = _turns(turn_end, mask, valid)
+    value = _pack(v, end)  # [B, K]
+    delta = _pack(r, end) + turn_gamma * _next(value, after) - value
+    high = _backward(delta, torch.full_like(delta, turn_gamma * lam)).gather(1, turn)  # [B, N]
+    step = gamma * (~end).double()  # [B, N] to the next token of the same turn
+    low = _backward(torch.where(end, high + v, r) + step * _next(v, 0) - v, step * lam)
+    return restore(low), restore(low + v)
+
+
+@torch.no_grad()
+def rl4vlm_gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, turn_end: Tensor, *, gamma: float, lam: float,
+    bootstrap: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """RL4VLM's GAE over turns: the value at the turn's first token, gamma per turn. Shapes as
+    token_gae; goes with turn_policy_loss.
+
+        delta_k = r_{e_k} + gamma V_{b_{k+1}} - V_{b_k}          V_{b_{K+1}} is bootstrap
+        A_k     = delta_k + gamma lam A_{k+1}                    copied to each token of the turn
+        G_{b_k} = A_k + V_{b_k}                                  0 elsewhere: the critic's mask is b
+    Rewards elsewhere than on turn ends are not read.
+    Source: RL4VLM, arXiv 2405.10292. Pinned by test_vectors and test_rl4vlm_by_hand.
+    """
+    _check(gamma=gamma, lam=lam)
+    r, v, after, valid, restore = _read(rewards, values, mask, bootstrap)
+    start, end, turn, _ = _turns(turn_end, mask, valid)
+    value = _pack(v, start)  # [B, K]
+    delta = _pack(r, end) + gamma * _next(value, after) - value
+    advantage = _backward(delta, torch.full_like(delta, gamma * lam)).gather(1, turn)  # [B, N]
+    return restore(advantage), restore((advantage + v) * start)
+
+
+def masked_reinforce(
+    rewards: Tensor, mask: Tensor, *, gamma: float, bootstrap: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """REINFORCE: the discounted sum of rewards from each token on, no critic. Shapes as token_gae.
+
+        A_t = G_t = r_t + gamma G_{t+1}                          G after the last token is bootstrap
+    Source: arXiv 2607.23605's baseline. Pinned by test_2_sampled_estimators_are_unbiased.
+    """
+    zero = torch.zeros_like(rewards)
+    return token_gae(rewards, zero, mask, gamma=gamma, lam=1.0, bootstrap=bootstrap)
+
+
+@torch.no_grad()
+def trajectory_group_advantages(
+    rewards: Tensor, mask: Tensor, group: Tensor, *, ddof: int = 1, eps: float = 1e-6
+) -> Tensor:
+    """GRPO on whole trajectories: a row's score against its group, on each of its tokens.
+
+    rewards, mask [B, T], group [B] any labels -> [B, T], unitless.
+        s_i = sum_t r_{i,t},    A_i = (s_i - mean s) / (std s + eps) over the group, std with ddof
+    A group whose scores are equal up to rounding, or a lone row, gets exactly 0.
+    Source: arXiv 2402.03300 sec. 4.1.2. Pinned by test_trajectory_group_by_hand.
+    """
+    # Differs from the paper: HyGAE's code gives a lone row its raw score; 0 says "no comparison".
+    mask, r = _on_mask(mask, rewards=rewards)
+    _refuse(~r.isfinite(), "rewards are not finite on a generated token")
+    score, one = r.double().sum(1), r.new_ones(len(r), dtype=torch.float64)  # [B]
+    g, _ = _shares(torch.arange(len(r), device=r.device), group)
+    advantage = _standardise(score, one, g, ddof, eps, r.dtype)
+    return torch.where(mask, advantage[:, None], 0).to(rewards.dtype)
+
+
+@torch.no_grad()
+def grow_rewards(success: Tensor, lengths: Tensor, *, gamma: float) -> Tensor:
+    """GROW's reward of each state-action sample: the success, discounted by the steps to go.
+
+    success [N]: R_i of each trajectory, 1 or 0 (a failure must be 0: r is not shift-invariant).
+    lengths [N]: H_i >= 1 steps. -> [S], S = sum of H_i, one trajectory after the other; in
+    success's dtype (bool, int: float64).
+        r_{i,t} = gamma^(H_i - t) R_i,   t = 1..H_i
+    ValueError: also lengths that are not whole numbers >= 1.
+    Source: arXiv 2605.20246. Pinned by test_grow_by_hand.
+    """
+    _check(gamma=gamma)
+    if success.ndim != 1 or success.shape != lengths.shape or lengths.is_floating_point():
+        shapes = f"success {tuple(success.shape)} and lengths {tuple(lengths.shape)}"
+        raise ValueError(f"{shapes} must both be [N], lengths of an integer type")
+    _refuse(lengths < 1, "a trajectory's length is less than 1")
+    _refuse(~success.isfinite(), "success is not finite")
+    to_go = lengths.cumsum(0).repeat_interleave(lengths) - 1  # [S] index of the last step...
+    to_go = to_go - torch.arange(len(to_go), device=to_go.device)  # ... minus the step's own
+    reward = gamma ** to_go.double() * success.double().repeat_interleave(lengths)
+    return reward.to(success.dtype) if success.is_floating_point() else reward
+
+
+@torch.no_grad()
+def grow_weights(trajectory: Tensor, group: Tensor) -> Tensor:
+    """What each sample weighs in GROW's objective -> [S] float64; the weights sum to 1.
+
+    trajectory, group [S]: any integer labels; trajectories of two groups may share a label.
+        w_{i,t} = 1/M 1/G 1/H_i: M groups, G trajectories in the sample's, H_i samples in its own
+    Source: arXiv 2605.20246. Pinned by test_grow_by_hand.
+    """
+    g, share = _shares(trajectory, group)
+    return share / (g.max() + 1) if len(g) else share
+
+
+@torch.no_grad()
+def grow_advantages(
+    rewards: Tensor, trajectory: Tensor, group: Tensor, *, statistics: str = "pooled", ddof: int = 0
+) -> Tensor:
+    """GROW: each sample's reward in standard deviations from the mean of its group's samples.
+
+    rewards [S] (grow_rewards), trajectory, group [S] labels as in grow_weights -> [S], unitless.
+        A_{i,t} = (r_{i,t} - mu) / sigma,   sigma^2 = N / (N - ddof) mean (r - mu)^2, N samples
+    statistics: the means mu and sigma^2 are over all samples alike ("pooled", the paper read by the
+    letter: long trajectories, mostly failures, weigh more) or weigh each sample 1/(G H_i)
+    ("balanced": then the mean of A under grow_weights is 0 for unequal lengths too).
+    A group whose rewards are all equal up to rounding (4 eps of their dtype) gets exactly 0. A lone
+    trajectory is its own group: 0 if it failed; if it succeeded, early steps are negative and late
+    ones positive (sum 0), as in a group where all succeed alike.
+    ValueError: ddof < 0, unknown statistics.
+    Source: arXiv 2605.20246. Pinned by test_grow_by_hand and test_7_grow_identities.
+    """
+    _choose("statistics", statistics, "pooled", "balanced")
+    g, share = _shares(trajectory, group)
+    if rewards.shape != g.shape:
+        raise ValueError(f"rewards {tuple(rewards.shape)} and group {tuple(g.shape)} must be [S]")
+    dtype = rewards.dtype if rewards.is_floating_point() else torch.float64
+    weight = share if statistics == "balanced" else torch.ones_like(share)
+    return _standardise(rewards, weight, g, ddof, 0.0, dtype).to(dtype)
 
 
 @torch.no_grad()
@@ -119,7 +271,6 @@ def whiten(x: Tensor, mask: Tensor, *, dist=None) -> Tensor:
         (x - mean) / sqrt(var + 1e-8), var with ddof 1; fewer than two tokens: x as it is
     dist: None for this process alone, torch.distributed for all ranks, or one process group. Every
     rank must call; a rank may hold no tokens. Two passes in float64: the mean, then the squares.
-    ValueError: shapes, mask not 0/1, x not finite on the mask (names the row).
     Source: arXiv 2607.23605. Pinned by test_whiten_by_hand and test_whiten_two_ranks.
     """
     mask = _as_bool("mask", mask, x=x)
@@ -156,7 +307,7 @@ def policy_loss(
         dual_clip c > 1 (None: off): where A < 0, L_t = min(L_t, -c A)
     new - old is clamped to +-20 before exp: no overflow, and no gradient beyond. Gradient flows to
     new_logprobs alone. denominator as in masked_mean.
-    ValueError: shapes, mask not 0/1 (names the row), clip <= 0, dual_clip <= 1.
+    ValueError: clip <= 0, dual_clip <= 1.
     Source: PPO arXiv 1707.06347 eq. 7, dual clip arXiv 1912.09729. Pinned by
     test_policy_loss_by_hand and test_policy_loss_overflow.
     """
@@ -171,6 +322,60 @@ def policy_loss(
     if dual_clip is not None:
         loss = torch.where(gain < 0, torch.minimum(loss, -dual_clip * gain), loss)
     return masked_mean(loss, mask, denominator)
+
+
+def turn_policy_loss(
+    new_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, turn_end: Tensor,
+    *, clip: float, thought: Tensor | None = None, thought_coef: float = 1.0,
+    denominator: Tensor | float | None = None,
+) -> Tensor:
+    """RL4VLM's loss: policy_loss with one ratio and one term a turn, mean over turns -> scalar.
+
+    Inputs as policy_loss; thought [B, T]: 1 on tokens inside a thought.
+        rho_k = exp(sum_{t=b_k..e_k} c_t (new_t - old_t)),  c_t = thought_coef in a thought, else 1
+    The turn's advantage is read at e_k. denominator: the number of turns of the optimiser batch.
+    Source: RL4VLM, arXiv 2405.10292. Pinned by test_turn_policy_loss_by_hand.
+    """
+    mask, new, old, gain = _on_mask(
+        mask, new_logprobs=new_logprobs, old_logprobs=old_logprobs.detach(),
+        advantages=advantages.detach(),
+    )
+    ahead = _ahead(turn_end, mask)  # [B, T] 1 in the row's last turn, 2 in the one before, ...
+    coef = 1.0
+    if thought is not None:
+        coef = torch.where(_as_bool("thought", thought, mask=mask), thought_coef, 1.0)
+    per_turn = lambda x: x.new_zeros(len(x), int(ahead.max()) + 1).scatter_add(1, ahead, x)[:, 1:]
+    change, exists = per_turn(coef * (new - old)), per_turn((turn_end != 0).to(new.dtype))
+    gain = per_turn(torch.where(turn_end != 0, gain, 0))  # all three [B, K]
+    return policy_loss(change, 0 * exists, gain, exists, clip=clip, denominator=denominator)
+
+
+def grow_loss(
+    new_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, weights: Tensor, mask: Tensor,
+    *, clip: float, ratio: str = "token",
+) -> Tensor:
+    """GROW's clipped surrogate, negated -> scalar. Gradient flows to new_logprobs alone.
+
+    new_logprobs, old_logprobs, mask [S, T]: the tokens of each sample's action, nats. advantages
+    [S] (grow_advantages), weights [S] >= 0 (grow_weights of the whole optimiser batch, so that the
+    losses of micro-batches add up).
+        L = -sum_s w_s min(rho_s A_s, clip(rho_s, 1 - clip, 1 + clip) A_s)
+    ratio="token": each token has its own rho, and the min is averaged over the action's tokens;
+    "action": rho is the whole action's, the product of its tokens'. One-token actions: the same.
+    At the old policy the gradient of "token" is that of "action" / the action's tokens.
+    ValueError: also clip <= 0, unknown ratio.
+    Source: arXiv 2605.20246. Pinned by test_grow_loss_by_hand and test_7_grow_gradient_split.
+    """
+    _choose("ratio", ratio, "token", "action")
+    mask, new, old = _on_mask(mask, new_logprobs=new_logprobs, old_logprobs=old_logprobs.detach())
+    if not advantages.shape == weights.shape == mask.shape[:1]:
+        shapes = f"advantages {tuple(advantages.shape)}, weights {tuple(weights.shape)}"
+        raise ValueError(f"{shapes} must be [S] = ({len(mask)},)")
+    if ratio == "action":
+        new, old, mask = (x.sum(1, keepdim=True) for x in (new, old, mask))
+        mask = mask > 0
+    gain = (advantages * weights)[:, None] / mask.sum(1, keepdim=True).clamp(min=1)  # [S, 1]
+    return policy_loss(new, old, gain.expand_as(new), mask, clip=clip, denominator=1)
 
 
 @torch.no_grad()
@@ -198,7 +403,7 @@ def value_loss(
 
         L_t = 1/2 max((V - G)^2, (V_old + min(max(V - V_old, -clip), clip) - G)^2);  None: no clip
     All tensors [B, T]. Gradient flows to values alone. denominator as in masked_mean.
-    ValueError: shapes, mask not 0/1 (names the row), clip <= 0.
+    ValueError: clip <= 0.
     Source: PPO's first code (OpenAI baselines). Pinned by test_value_loss_by_hand.
     """
     if clip is not None and not clip > 0:
@@ -219,7 +424,7 @@ def kl_terms(
         d = logprobs - ref_logprobs;  k1 = d,  k2 = d^2 / 2,  k3 = exp(-d) - 1 + d
     k1 may be negative and serves in a reward (as a loss its gradient ignores the reference); k3 is
     >= 0. In k3, -d is clamped to 20 before exp: no overflow, no gradient beyond. No gradient to
-    ref_logprobs. Reduce with masked_mean. ValueError: shapes, mask not 0/1 (names the row).
+    ref_logprobs. Reduce with masked_mean.
     Pinned by test_kl_by_hand.
     """
     _, new, ref = _on_mask(mask, logprobs=logprobs, ref_logprobs=ref_logprobs.detach())
@@ -255,16 +460,22 @@ def _read(rewards, values, mask, bootstrap):
 def _turns(turn_end, mask, valid):
     """Checked turns -> start, end (bool), turn (index of a token's turn) [B, N], length [B, K]."""
     mask = mask != 0
-    turn_end = _as_bool("turn_end", turn_end, mask=mask)
-    _refuse(turn_end & ~mask, "turn_end stands on a token off the mask")
-    ahead = turn_end.flip(1).cumsum(1).flip(1)  # [B, T] how many turns end here or later
-    _refuse(mask & (ahead == 0), "a turn has no turn_end: tokens follow the row's last turn_end")
+    ahead = _ahead(turn_end, mask)
     end = _pack(turn_end, mask) > 0
     start = valid & ~(valid & ~end).roll(1, 1)  # the token before it is not inside a turn
     position = _pack(valid.cumsum(1), end)  # [B, K] how many tokens the row has up to e_k
     length = position.diff(dim=1, prepend=position.new_zeros(len(position), 1))
     turn = length.shape[1] - _pack(ahead, mask).long()  # turns are numbered from the right, too
     return start, end, turn.clamp(max=length.shape[1] - 1), length
+
+
+def _ahead(turn_end, mask):
+    """Checked turn_end, bool mask -> [B, T] long: how many turns of the row end here or later."""
+    turn_end = _as_bool("turn_end", turn_end, mask=mask)
+    _refuse(turn_end & ~mask, "turn_end stands on a token off the mask")
+    ahead = turn_end.flip(1).cumsum(1).flip(1)
+    _refuse(mask & (ahead == 0), "a turn has no turn_end: tokens follow the row's last turn_end")
+    return ahead
 
 
 def _pack(x: Tensor, keep: Tensor) -> Tensor:
@@ -317,9 +528,39 @@ def _refuse(bad: Tensor, what: str) -> None:
         raise ValueError(f"row {rows[0]}: {what} (rows: {rows})")
 
 
-def _check(anchor: str = "last", **numbers: float) -> None:
-    if anchor not in ("last", "first"):
-        raise ValueError(f"anchor {anchor!r} is unknown; use 'last' or 'first'")
+def _shares(trajectory: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+    """Labels [S] -> g [S], the groups numbered from 0, and 1/(G H_i) [S] as in grow_weights."""
+    if trajectory.ndim != 1 or trajectory.shape != group.shape:
+        shapes = f"trajectory {tuple(trajectory.shape)} and group {tuple(group.shape)}"
+        raise ValueError(f"{shapes} must both be [S]")
+    g = group.unique(return_inverse=True)[1]
+    pairs, i = torch.stack([g, trajectory]).unique(dim=1, return_inverse=True)  # [2, N], [S]
+    return g, 1 / (pairs[0].bincount()[g] * i.bincount()[i]).double()
+
+
+def _standardise(x, weight, g, ddof, eps, dtype):
+    """(x - mean) / (std + eps) within each group g, weighted; float64, exactly 0 for a tie: a
+    spread of no more than four of dtype's rounding steps at the group's largest number."""
+    _refuse(~x.isfinite(), "rewards are not finite")
+    if ddof < 0:
+        raise ValueError(f"ddof {ddof} must be 0 or more")
+    x, zero = x.double(), torch.zeros(int(g.max()) + 1 if len(g) else 0, device=x.device).double()
+    total = lambda y: zero.index_add(0, g, y)[g]  # [S] sum over the sample's group
+    gap = x - total(weight * x) / total(weight)
+    count = total(torch.ones_like(x))
+    var = total(weight * gap**2) / total(weight) * count / (count - ddof).clamp(min=1)
+    high, low = (zero.scatter_reduce(0, g, x, f, include_self=False)[g] for f in ("amax", "amin"))
+    largest = torch.maximum(high.abs(), low.abs()).clamp(min=torch.finfo(dtype).smallest_normal)
+    tied = high - low <= 4 * torch.finfo(dtype).eps * largest
+    return torch.where(tied | (var == 0), 0, gap / (var.sqrt() + eps))
+
+
+def _choose(name: str, value: str, *known: str) -> None:
+    if value not in known:
+        raise ValueError(f"{name} {value!r} is unknown; use {' or '.join(map(repr, known))}")
+
+
+def _check(**numbers: float) -> None:
     for name, x in numbers.items():
         if not 0 <= x <= 1:
             raise ValueError(f"{name} {x} is outside [0, 1]")
