@@ -158,8 +158,8 @@ def rl4vlm_gae(
 
         delta_k = r_{e_k} + gamma V_{b_{k+1}} - V_{b_k}          V_{b_{K+1}} is bootstrap
         A_k     = delta_k + gamma lam A_{k+1}                    copied to each token of the turn
-        G_{b_k} = A_k + V_{b_k}                                  0 elsewhere: the critic's mask is b
-    Rewards elsewhere than on turn ends are not read.
+        G_{b_k} = A_k + V_{b_k}                                  0 elsewhere
+    value_loss wants a mask of first tokens. Rewards elsewhere than on turn ends are not read.
     Source: RL4VLM, arXiv 2405.10292. Pinned by test_vectors and test_rl4vlm_by_hand.
     """
     _check(gamma=gamma, lam=lam)
@@ -179,7 +179,7 @@ def masked_reinforce(
         A_t = G_t = r_t + gamma G_{t+1}                          G after the last token is bootstrap
     Source: arXiv 2607.23605's baseline. Pinned by test_2_sampled_estimators_are_unbiased.
     """
-    zero = torch.zeros_like(rewards)
+    zero = rewards * 0.0  # a float, for rewards of an integer type too
     return token_gae(rewards, zero, mask, gamma=gamma, lam=1.0, bootstrap=bootstrap)
 
 
@@ -199,8 +199,9 @@ def trajectory_group_advantages(
     _refuse(~r.isfinite(), "rewards are not finite on a generated token")
     score, one = r.double().sum(1), r.new_ones(len(r), dtype=torch.float64)  # [B]
     g, _ = _shares(torch.arange(len(r), device=r.device), group)
-    advantage = _standardise(score, one, g, ddof, eps, r.dtype)
-    return torch.where(mask, advantage[:, None], 0).to(rewards.dtype)
+    dtype = rewards.dtype if rewards.is_floating_point() else r.dtype
+    advantage = _standardise(score, one, g, ddof, eps, dtype)
+    return torch.where(mask, advantage[:, None], 0).to(dtype)
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import hygrow
+import mutants
 from hygrow import (
     bi_level_gae, grow_advantages, grow_loss, grow_rewards, grow_weights, hybrid_gae, kl_terms,
     masked_mean, masked_reinforce, policy_loss, policy_stats, rl4vlm_gae, token_gae,
@@ -115,6 +116,8 @@ def test_reinforce_by_hand():
     # 2 + 8/2 = 6;  4 + 3 = 7;  3.5;  1 + 1.75;  .5 + 1.375
     for x in masked_reinforce(R, MASK, gamma=0.5, bootstrap=BOOT):
         close(x, f64([[1.875, 2.75, 0, 3.5, 7, 6]]))
+    whole = masked_reinforce(torch.tensor([[0, 1]]), torch.ones(1, 2), gamma=0.5)[0]
+    close(whole, torch.tensor([[0.5, 1]]))  # integer rewards: a float answer
 
 
 def test_hybrid_return_by_hand():
@@ -147,6 +150,11 @@ def test_trajectory_group_by_hand():
     same, one = torch.full((7, 1), 10.1), torch.ones(7, 1)
     tied = trajectory_group_advantages(same, one, torch.zeros(7).long())
     assert not tied.any() and tied.dtype == torch.float32
+    half = torch.tensor([[0.1], [0.1]]).bfloat16()
+    half[1] *= 1 + torch.finfo(half.dtype).eps  # one rounding step of its own type
+    assert half[0] != half[1] and not trajectory_group_advantages(half, one[:2], group[:2]).any()
+    whole = trajectory_group_advantages(torch.tensor([[1], [0], [2]]), one[:3], group[:3])
+    close(whole, torch.tensor([[0.0], [-1], [1]]), 1e-5)  # integer rewards: a float answer
 
 
 def test_grow_by_hand():
@@ -666,3 +674,13 @@ def test_stands_alone_and_is_readable(tmp_path):
     run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert run.stdout.strip() == "[[1.0, 0.0]]", run.stderr
     assert Path(hygrow.__file__).parent == HERE
+
+
+def test_mutants_fit():
+    source = (HERE / "hygrow.py").read_text()
+    broken = [mutants.mutate(source, *mutant) for mutant in mutants.MUTANTS]
+    assert len(set(broken) - {source}) == len(mutants.MUTANTS) >= 20
+    for text in broken:
+        ast.parse(text)
+    with pytest.raises(ValueError, match="token_gae: 'no such code' stands there 0 times"):
+        mutants.mutate(source, "token_gae", "no such code", "")
