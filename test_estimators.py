@@ -326,10 +326,11 @@ def test_6_bias_and_variance_with_an_imperfect_critic(ending, gamma):
     high bias, low variance; the hybrid between":
     - holds for the "first" anchor at lam = 0 and 0.5 (bias: what differs between actions);
     - at lam = 1, the paper's setting, the token level has NO such bias, whatever the critic;
-    - for the "last" anchor, the paper's, the turn level has the HIGHER bias at every lam here, and
-      with an exact critic at lam = 1, too: it is the anchor's, not the critic's;
+    - for the "last" anchor, the paper's, the turn level has the HIGHER bias at lam >= 0.5 (at 0 that
+      depends on the world), with an exact critic, too: it is the anchor's, not the critic's;
     - the hybrid's bias and deviation are at most the weighted mean of the two (proved: a norm is
-      convex), which allows less than either: its bias is below both for "last" at lam = 0."""
+      convex), which allows less than either: its bias can be below both."""
+    below = []
     for tables in sweep(ending, gamma):
         for anchor, rows in tables.items():
             for lam in toy.LAMS:
@@ -343,10 +344,12 @@ def test_6_bias_and_variance_with_an_imperfect_critic(ending, gamma):
         for lam in (0.0, 0.5):
             token, turn = tables["first"][lam, 0.0], tables["first"][lam, 1.0]
             assert turn["action_bias"] < token["action_bias"] and turn["std"] > token["std"]
-        for lam in toy.LAMS:
-            assert tables["last"][lam, 1.0]["action_bias"] > tables["last"][lam, 0.0]["action_bias"]
         last = tables["last"]
-        assert last[0.0, 0.5]["action_bias"] < min(last[0.0, x]["action_bias"] for x in (0.0, 1.0))
+        for lam in (0.5, 0.95, 1.0):
+            for name in ("action_bias", "gradient_bias"):
+                assert last[lam, 1.0][name] > last[lam, 0.0][name]
+        below += [last[0.0, 0.5]["action_bias"] < min(last[0.0, x]["action_bias"] for x in (0, 1))]
+    assert any(below)
     for tables in sweep(ending, gamma, noise=0.0, seeds=1):
         assert tables["last"][1.0, 1.0]["action_bias"] > 0.1
         assert tables["last"][1.0, 0.0]["bias"] < EXACT
