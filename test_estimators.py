@@ -326,7 +326,7 @@ def test_6_bias_and_variance_with_an_imperfect_critic(ending, gamma):
     high bias, low variance; the hybrid between":
     - holds for the "first" anchor at lam = 0 and 0.5 (bias: what differs between actions);
     - at lam = 1, the paper's setting, the token level has NO such bias, whatever the critic;
-    - for the "last" anchor, the paper's, the turn level has the HIGHER bias at lam >= 0.5 (at 0 that
+    - for the "last" anchor, the paper's, the turn level has the HIGHER bias at lam >= 0.5 (at 0 it
       depends on the world), with an exact critic, too: it is the anchor's, not the critic's;
     - the hybrid's bias and deviation are at most the weighted mean of the two (proved: a norm is
       convex), which allows less than either: its bias can be below both."""
