@@ -573,12 +573,17 @@ class Sokoban(TurnEnv):
 
 
 WORLDS = {"FrozenLake": FrozenLake, "Sokoban": Sokoban}
+OPEN_WORLDS = ("Crafter", "CraftingGrid")  # in openworld.py, imported when asked for
 
 
 def make_env(name: str, **options) -> TurnEnv:
     """The environment of that name; its class tells the options. ValueError names what exists."""
+    if name in OPEN_WORLDS:
+        import openworld  # not above: it imports this file, and needs the package crafter
+
+        return openworld.WORLDS[name](**options)
     if name not in WORLDS:
-        raise ValueError(f"no environment {name!r}; there are {', '.join(WORLDS)}")
+        raise ValueError(f"no environment {name!r}; there are {', '.join((*WORLDS, *OPEN_WORLDS))}")
     return WORLDS[name](**options)
 
 
