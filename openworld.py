@@ -2,16 +2,16 @@
 
 `Crafter` (the package of that name) is the embodied one: a map of which the frame shows 9 x 7 tiles
 and the inventory. `CraftingGrid` is a crafting window with a cursor, drawn in the same cells,
-because Crafter crafts in one action. A step is a reply: by default one bare action word ("up"), for
+because Crafter crafts in one action. A step is a reply: by default one bare action word ("up"), as
 episodes have a hundred of them. The observation is the frame as it is now and the instruction:
-nothing in it grows with the episode. TASKS says what there is to do; a task is done when the counter
-of its event rises. Reward: 1 in the step that does it, else 0. Death ends the episode.
+nothing in it grows with the episode. TASKS says what there is to do; a task is done when the
+counter of its event rises. Reward: 1 in the step that does it, else 0. Death ends the episode.
 `python openworld.py` prints what random actions and the scripted expert reach in each task.
 
 Chance: the map and the start depend on split, seed and task (and on the options), and on nothing
-else; so does every later draw of the world. The members of a group, which reset with one seed or are
-clones, therefore start identical and differ by what they do alone. How often or in which size they
-are looked at changes nothing.
+else; so does every later draw of the world. The members of a group, which reset with one seed or
+are clones, therefore start identical and differ by what they do alone. How often or in which size
+they are looked at changes nothing.
 """
 
 import copy
@@ -117,7 +117,7 @@ UNSEEN_RECIPES = ("stone_sword", "iron_pickaxe", "furnace")  # shape and materia
 
 
 def _grid_tasks():
-    for item, (shape, material) in sims.RECIPES.items():
+    for item in sims.RECIPES:
         words = item.replace("_", " ")
         says = (f"Craft: {words}.", f"Put together one {words}.")
         yield Task(f"craft_{item}", "gui", f"craft_{item}", item not in UNSEEN_RECIPES, says,
