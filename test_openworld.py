@@ -262,6 +262,22 @@ def test_start_is_a_function_of_seed_and_task():
     assert drawn == set(OUTDOOR)
 
 
+def test_each_seed_has_its_own_chance():
+    """Also where two seeds share a map, and although maps come from a cache."""
+    env, chances = Crafter(worlds=1), set()
+    for seed in range(5):
+        env.reset(seed=seed, options={"task": "eat_cow"})
+        chances.add(digest(env)[0])
+        list(random_play(env, 5))
+        env.reset(seed=seed, options={"task": "eat_cow"})
+        chances.add(digest(env)[0])
+    assert len(chances) == 5
+    env.reset(seed=0, options={"task": "collect_wood"})
+    draws = [env._state._world.random.random() for _ in range(3)]
+    env.reset(seed=1, options={"task": "collect_wood"})
+    assert draws != [env._state._world.random.random() for _ in range(3)]
+
+
 def test_clones_are_independent():
     for name in ("eat_cow", "craft_table"):
         env = world_of(name)
