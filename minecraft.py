@@ -17,6 +17,7 @@ Not recorded in our sources, so chosen here: the names of keys in the text codec
 flag is written as a token. The tokens codec writes the inventory token, which theirs only reads.
 """
 
+import copy
 import re
 import string
 from collections.abc import Callable, Iterable
@@ -296,8 +297,9 @@ class Minecraft(gymnasium.Env):
     def step(self, reply: str | Iterable[int]):
         """Play a reply -> observation, reward, terminated, truncated, info.
 
-        info: the simulator's, and success, valid (understood), count (the event's, since the
-        reset), steps, engine_done. terminated: success, or the engine's end; truncated: max_steps.
+        info: a copy of the simulator's without pov, and success, valid (understood), count (of the
+        event since the reset), steps, engine_done. terminated: success, or the engine's end;
+        truncated: max_steps.
         """
         if self._over:
             raise RuntimeError("the episode is over or has not begun; call reset() first")
@@ -325,8 +327,10 @@ class Minecraft(gymnasium.Env):
 
     def _told(self, valid, engine_done):
         count = self._counted() - self._base
-        return dict(self._info) | {"success": count >= self.task.times, "valid": valid,
-                                   "count": count, "steps": self._steps, "engine_done": engine_done}
+        kept = {name: value for name, value in self._info.items() if name != "pov"}
+        return copy.deepcopy(kept) | {"success": count >= self.task.times, "valid": valid,
+                                      "count": count, "steps": self._steps,
+                                      "engine_done": engine_done}
 
     def _observe(self):
         frame = Image.fromarray(np.asarray(self._info["pov"], np.uint8))

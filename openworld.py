@@ -41,7 +41,7 @@ class Task:
     """What to do: `event` must rise. The rest says how the episode starts.
 
     kind: the paper's class. says: the instruction, then paraphrases. seen: reinforcement learning
-    trains on it. target: what the expert and the diagnostics look for, `distance` (lowest, highest)
+    trains on it. target: what the diagnostics look for ("": nothing), `distance` (lowest, highest)
     steps from the start; it is put there if it is in `summon`, else the start is chosen so.
     """
 
@@ -150,7 +150,7 @@ def is_eval(*parts) -> bool:
 class OpenWorld(TurnEnv):
     """What both worlds share: tasks, bare replies, horizon, counters. Chance: see the module.
 
-    tasks: "seen", "unseen", "all" or a task's name: which of them a reset draws from the seed.
+    tasks: "seen", "unseen", "all", a kind or a name: which tasks a reset draws from, by the seed.
     horizon: actions an episode; an invalid reply counts as one, in which the world goes on.
     chunk: actions a reply, with commas between. think: the reply has the format of envs.py, think
     and answer; else it is the bare actions. image_size: side of the frame in px, best a multiple of
@@ -179,9 +179,10 @@ class OpenWorld(TurnEnv):
     def __init__(self, *, tasks: str = "seen", **options):
         super().__init__(**options)
         mine = [task for task in TASKS.values() if task.kind in self.kinds]
-        chosen = [t for t in mine if tasks in ("all", t.name, "seen" if t.seen else "unseen")]
+        chosen = [t for t in mine
+                  if tasks in ("all", "seen" if t.seen else "unseen", t.kind, t.name)]
         if not chosen:
-            known = ", ".join(["seen", "unseen", "all", *(task.name for task in mine)])
+            known = ", ".join(["seen", "unseen", "all", *self.kinds, *(t.name for t in mine)])
             raise ValueError(f"tasks={tasks!r} is not in {type(self).__name__}; it has {known}")
         self.tasks = tuple(task.name for task in chosen)
         self._unit = (self.image_size or self.side) // ROWS

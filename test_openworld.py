@@ -109,7 +109,7 @@ def test_the_package_is_the_pinned_one():
 
 @pytest.mark.parametrize(("name", "options", "message"), [
     ("Crafter", {"tasks": "craft_table"}, "tasks='craft_table' is not in Crafter; it has seen, "),
-    ("CraftingGrid", {"tasks": "eat_cow"}, "it has seen, unseen, all, craft_table"),
+    ("CraftingGrid", {"tasks": "eat_cow"}, "it has seen, unseen, all, gui, craft_table"),
     ("Crafter", {"area": 8}, "area=8 must be of type int, 24 to 128"),
     ("Crafter", {"worlds": 0}, "worlds=0 must be"),
     ("Crafter", {"distractors": 1}, "Crafter has no option 'distractors'; it has split,"),
@@ -570,6 +570,9 @@ def test_the_table_of_tasks():
     assert len(OUTDOOR) == 19 and len(INDOOR) == 9
     assert set(Crafter().tasks) | set(Crafter(tasks="unseen").tasks) == set(OUTDOOR)
     assert not set(Crafter().tasks) & set(Crafter(tasks="unseen").tasks)
+    assert set(Crafter(tasks="combat").tasks) == {
+        "eat_cow", "defeat_zombie", "defeat_zombie_unarmed", "defeat_zombie_night",
+        "defeat_skeleton"}
 
 
 @pytest.mark.parametrize("name", OUTDOOR)
@@ -586,6 +589,7 @@ def test_set_up(name):
                 and sim.player.distance(o) <= sims.SAFE]
         assert len(near) == task.summon.count("zombie")
         assert not info["success"] and info["moves"] == 0
+        assert len(sims.flood([sims.HERE], env._free())) >= 10  # no nook
         if task.summon:
             assert info["target_visible"]
             low, high = task.distance
@@ -687,6 +691,11 @@ def test_target_in_view_and_its_distance():
         world[18, y] = "water"  # a wall right through the view
     info = env.step("wait")[4]
     assert info["target_visible"] and info["target_distance"] is None
+    env = stage("collect_drink", "water")
+    assert env.step("wait")[4]["target_visible"]
+    env._state._world.add(crafter.objects.Arrow(env._state._world, (17, 16), (0, 1)))
+    env._look()
+    assert not env._info(True, [])["target_visible"]  # what lies under a thing is not seen
 
 
 @pytest.mark.parametrize("name", ["collect_wood", "eat_cow", "collect_stone", "eat_plant"])
