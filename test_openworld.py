@@ -90,7 +90,7 @@ def test_check_env(variant):
 def test_make_env_finds_the_worlds_and_names_the_missing_package(tmp_path):
     assert make_env("Crafter", area=24).area == 24
     assert isinstance(make_env("CraftingGrid"), CraftingGrid)
-    with pytest.raises(ValueError, match="'Craft'; there are .*, Crafter, CraftingGrid"):
+    with pytest.raises(ValueError, match="'Craft'; there are .*, Crafter, CraftingGrid, Plancraft"):
         make_env("Craft")
     script = ("import sys\nsys.modules['crafter'] = None\nimport envs\n"
               "envs.make_env('FrozenLake').reset(seed=0)\nprint('played')\n"
