@@ -17,6 +17,7 @@ Differs from the paper:
 """
 
 import hashlib
+import importlib
 import re
 import string
 import time
@@ -573,12 +574,17 @@ class Sokoban(TurnEnv):
 
 
 WORLDS = {"FrozenLake": FrozenLake, "Sokoban": Sokoban}
+OPEN_WORLDS = {  # name: the file it is in, imported when asked for: it needs another package
+    "Crafter": "openworld", "CraftingGrid": "openworld", "Plancraft": "plancraft_gui",
+}
 
 
 def make_env(name: str, **options) -> TurnEnv:
     """The environment of that name; its class tells the options. ValueError names what exists."""
+    if name in OPEN_WORLDS:
+        return getattr(importlib.import_module(OPEN_WORLDS[name]), name)(**options)
     if name not in WORLDS:
-        raise ValueError(f"no environment {name!r}; there are {', '.join(WORLDS)}")
+        raise ValueError(f"no environment {name!r}; there are {', '.join((*WORLDS, *OPEN_WORLDS))}")
     return WORLDS[name](**options)
 
 
