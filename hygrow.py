@@ -205,6 +205,21 @@ def trajectory_group_advantages(
 
 
 @torch.no_grad()
+def leave_one_out_advantages(score: Tensor, group: Tensor) -> Tensor:
+    """RLOO: a trajectory's score less the mean of the others in its group; not divided by a std.
+
+    score [N], group [N] any labels -> [N], in the score's unit (integers: float64).
+        A_i = s_i - mean_{j != i} s_j = G / (G - 1) (s_i - mean s);   a lone trajectory gets 0
+    Source: RLOO, arXiv 2402.14740. Pinned by test_leave_one_out_by_hand.
+    """
+    g, share = _shares(torch.arange(len(score), device=score.device), group)  # share: 1/G
+    _refuse(~score.isfinite(), "score is not finite")
+    mean = torch.zeros_like(share).index_add(0, g, share * score.double())[g]
+    advantage = torch.where(share < 1, (score - mean) / (1 - share), 0)
+    return advantage.to(score.dtype) if score.is_floating_point() else advantage
+
+
+@torch.no_grad()
 def grow_rewards(success: Tensor, lengths: Tensor, *, gamma: float) -> Tensor:
     """GROW's reward of each state-action sample: the success, discounted by the steps to go.
 

@@ -155,6 +155,8 @@ class OpenWorld(TurnEnv):
     chunk: actions a reply, with commas between. think: the reply has the format of envs.py, think
     and answer; else it is the bare actions. image_size: side of the frame in px, best a multiple of
     9. paraphrase: the instruction is drawn from all that the task has, else it is the first.
+    brief: leave rules and the list of actions out of the system prompt, for a model that has them
+    from its demonstrations.
 
     A world sets kinds (of its tasks), actions, rules, example, `_wait` (what an invalid reply does)
     _start(task, seed)   build the start in `_state`
@@ -173,6 +175,7 @@ class OpenWorld(TurnEnv):
         "think": (False, False, True),
         "image_size": (None, 45, 2048),
         "paraphrase": (False, False, True),
+        "brief": (False, False, True),
     }
     side = ROWS * 28  # one visual token a cell
 
@@ -193,6 +196,8 @@ class OpenWorld(TurnEnv):
         upto = "One action" if self.chunk == 1 else f"Up to {self.chunk} actions"
         words = ", ".join(self.example[: self.chunk])
         reply = f"<think>...</think><answer>{words}</answer>" if self.think else words
+        if self.brief:
+            return f"Reply: {reply}"
         return (f"{self.rules} Actions: {', '.join(self.actions)}. "
                 f"{upto} a reply. Reply: {reply}")
 
@@ -377,11 +382,9 @@ class Crafter(OpenWorld):
             return False, None
         return True, flood(cells, free | {HERE}).get(HERE)
 
-    def teleport_away(self) -> bool:
-        """Move the player 6 to 10 steps away, to where no target is in view; False: no such place.
-
-        The observation is not made anew: the next step's shows where the player is.
-        """
+    def teleport_away(self) -> dict | None:
+        """Move the player 6 to 10 steps away, to where no target is in view -> what is seen from
+        there; None: there is no such place, and nothing has changed."""
         self._check_running()
 
         def away():
@@ -391,7 +394,7 @@ class Crafter(OpenWorld):
         rng = np.random.default_rng(draw(self._key, self._moves, "teleport"))
         moved = self._state.teleport(away, rng)
         self._look()
-        return moved
+        return self._observe("") if moved else None
 
     def _frame(self):
         seen = (self._ground, self._things)

@@ -1,0 +1,873 @@
+"""GROW: GRPO for open worlds, on state-action samples instead of whole trajectories.
+
+    torchrun train_grow.py                                   # Crafter, tiny model, laptop CPU
+    torchrun --nproc-per-node 2 train_grow.py                # the same run on two processes
+    torchrun train_grow.py --algo grpo_trajectory            # what it is compared with; ppo, rloo
+    torchrun train_grow.py --env CraftingGrid --horizon 100
+    torchrun train_grow.py --resume runs/NAME                # go on where a run stopped
+
+Source: arXiv 2605.20246. The formulas are in hygrow.py, the worlds in openworld.py, the model in
+models.py. The phases and names are those of train_hygae.py: a supervised cold start, then collect
+-> score -> advantages -> update -> log -> save. A group is one task on one world, played by
+--group-size members that start alike. Each step is a sample of its own: the last --history frames
+and actions, and the action taken; so the context, and the memory of an update, do not grow with the
+episode.
+
+All randomness is a function of (--seed, iteration, global row), never of a rank or of what happened
+before: see train_hygae.py.
+
+Differs from the paper, where the defaults serve a tiny model and short episodes: gamma 0.97 (paper:
+0.995 at several hundred steps; what matters is gamma^horizon); clip range, group size, epochs and
+learning rate, which it does not give; one trunk for policy and critic (--algo ppo alone has one).
+"""
+
+import argparse
+import json
+import math
+import os
+import resource
+import shutil
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import tyro
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+import hygrow
+from envs import make_env
+from models import Dialogue, Transcript, collate, load_policy, make_tiny, save_policy
+from openworld import TASKS
+
+
+@dataclass(frozen=True)
+class Args:
+    env: str = "Crafter"
+    """World to play: Crafter or CraftingGrid (openworld.py)."""
+    env_options: tuple[str, ...] = ()
+    """Options of the world as name=value, e.g. area=64 paraphrase=True distractors=8."""
+    tasks: str = "seen"
+    """Tasks that training draws from: seen, unseen, all, a class or a name (openworld.TASKS)."""
+    horizon: int = 50
+    """Actions an episode; a longer episode has failed."""
+    image_size: int = 126
+    """Side of a frame in px, 9 cells; 252 makes a cell one visual token of Qwen2-VL. The tiny model
+    has one token a cell at any size."""
+    history: int = 1
+    """Frames in a sample, with the actions between them."""
+    model: str = "tiny"
+    """"tiny" (built here, no download), or a folder or hub id of Qwen2-VL, Qwen2.5-VL, Qwen3-VL."""
+    algo: str = "grow"
+    """grow; or, on the same samples, grpo_trajectory (one advantage a trajectory), rloo (the same,
+    leave-one-out, not divided by the deviation), ppo (value head, GAE over steps)."""
+    gamma: float = 0.97
+    """Discount per step in [0, 1]; formula in hygrow.grow_rewards."""
+    lam: float = 0.95
+    """GAE lambda per step in [0, 1], --algo ppo only."""
+    statistics: str = "pooled"
+    """Mean and deviation over a group's samples (pooled) or trajectories (balanced); formula in
+    hygrow.grow_advantages."""
+    ratio: str = "token"
+    """Probability ratio of a token or of the whole action; formula in hygrow.grow_loss."""
+    drop_equal_groups: bool = False
+    """Leave out groups whose members all succeeded, too (DAPO); groups that all failed have no
+    signal in any case."""
+    groups: int = 8
+    """Groups an iteration, over all processes: a task and a world each."""
+    group_size: int = 8
+    """Members of a group."""
+    clip: float = 0.2
+    """PPO clip range of the probability ratio (hygrow.policy_loss)."""
+    value_clip: float = 0.5
+    """Clip range of the value update (hygrow.value_loss), --algo ppo only."""
+    value_coef: float = 0.5
+    """Weight of the value loss, --algo ppo only."""
+    entropy_coef: float = 0.003
+    """Weight of the entropy bonus (nats per token), annealed like --lr."""
+    kl_coef: float = 0.0
+    """Weight of the KL penalty to the cold-start policy in the loss (k3)."""
+    epochs: int = 1
+    """Passes over the samples of an iteration."""
+    minibatches: int = 4
+    """Optimiser steps a pass."""
+    micro_batch: int = 64
+    """Samples a forward pass on one process; changes memory and speed, not the gradient."""
+    max_tokens: int = 4
+    """Longest reply in tokens; a longer one is cut and counted."""
+    temperature: float = 1.0
+    """Sampling temperature; the policy that is trained is softmax(logits / temperature)."""
+    lr: float = 5e-4
+    """AdamW learning rate, annealed linearly to a tenth."""
+    max_grad_norm: float = 1.0
+    """Gradient clipping; an update whose gradient is not finite is skipped and counted."""
+    iterations: int = 60
+    """Iterations of reinforcement learning."""
+    cold_start: int = 400
+    """Supervised steps (of 8 samples from each of 8 demonstrations) before; 0 for none. Their
+    learning rate is 3e-3 for the tiny model, else --lr."""
+    demo_noise: float = 0.1
+    """Share of random actions in the demonstrations."""
+    eval_every: int = 20
+    """Iterations between evaluations on held-out worlds, seen and unseen tasks."""
+    eval_episodes: int = 16
+    """Episodes a task of an evaluation; the last one uses twice as many."""
+    save_every: int = 10
+    """Iterations between checkpoints; the newest two are kept."""
+    seed: int = 1
+    """Seed of weights, worlds and sampling."""
+    run_dir: str = ""
+    """Folder of the run; default runs/ENV__ALGO__seedS__TIME."""
+    resume: str = ""
+    """Run folder to continue; flags given beside it override the run's own."""
+    threads: int = 1
+    """Torch threads a process; on shared cores more than 1 is often slower."""
+
+    def __post_init__(self):
+        def need(names: str, fits, what: str):
+            for name in names.split():
+                if not fits(getattr(self, name)):
+                    raise ValueError(f"{flag(name)} {getattr(self, name)!r} {what}")
+
+        need("gamma lam demo_noise", lambda x: 0 <= x <= 1, "is outside [0, 1]")
+        need("horizon history groups group_size epochs minibatches micro_batch max_tokens "
+             "iterations eval_every eval_episodes save_every threads", lambda x: x >= 1,
+             "must be at least 1")
+        need("clip value_clip temperature lr max_grad_norm",
+             lambda x: 0 < x < math.inf, "must be above 0 and finite")
+        need("value_coef entropy_coef kl_coef cold_start seed",
+             lambda x: 0 <= x < math.inf, "must be 0 or more, and finite")
+        for name, known in (("algo", ("grow", "grpo_trajectory", "rloo", "ppo")),
+                            ("statistics", ("pooled", "balanced")), ("ratio", ("token", "action"))):
+            need(name, known.__contains__, f"is none of {', '.join(known)}")
+        self.make_env("train", self.tasks)  # refuses unknown names before anything is spent
+
+    def make_env(self, split: str, tasks: str):
+        """The world that --env, --env-options, --horizon and --image-size describe."""
+        options = {"brief": self.model == "tiny"}
+        for option in self.env_options:
+            name, equals, value = option.partition("=")
+            if not equals:
+                raise ValueError(f"--env-options {option!r} is not of the form name=value")
+            if name in ("split", "tasks", "horizon", "image_size", "render_mode", "name"):
+                raise ValueError(f"--env-options {name} is not set there; see {flag(name)}, --env")
+            options[name] = parse_value(value)
+        return make_env(self.env, split=split, tasks=tasks, horizon=self.horizon,
+                        image_size=self.image_size, **options)
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def parse_value(text: str):
+    try:
+        return json.loads(text.lower() if text in ("True", "False", "None") else text)
+    except json.JSONDecodeError:
+        return text
+
+
+# ---------------------------------------------------------------------------------------- ranks
+def all_reduce_sum(x: torch.Tensor) -> torch.Tensor:
+    """Sum over all processes, in place; the identity with one process."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+    return x
+
+
+def reduce_gradients(parameters: list) -> None:
+    """SUM, not mean: every loss is already divided by a count over all processes."""
+    if not dist.is_initialized():
+        return
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    flat = all_reduce_sum(torch.cat([g.flatten() for g in grads]))
+    for p, g in zip(parameters, flat.split([g.numel() for g in grads])):
+        p.grad = g.view_as(p)
+
+
+def seeded(*key: int) -> int:
+    """A 63-bit seed from a tuple of whole numbers; different keys give unrelated streams."""
+    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
+
+
+def numbers(*key: int, shape) -> torch.Tensor:
+    """Numbers in [0, 1), float64, from `key`."""
+    generator = torch.Generator().manual_seed(seeded(*key))
+    return torch.rand(shape, generator=generator, dtype=torch.float64)
+
+
+ACT, DEMO, EVAL, MIX = 0, 1, 2, 3  # what a stream of random numbers or worlds is for
+
+
+# -------------------------------------------------------------------------------------- collect
+@dataclass
+class Sample:
+    """One step of one episode: what was seen, what was answered."""
+
+    frames: list  # uint8 [H, W, 3], the last --history
+    texts: list  # the words that came with each
+    past: list  # token ids of the replies between them
+    ids: torch.Tensor | None = None  # [n] the reply's tokens
+    logprobs: torch.Tensor | None = None  # [n]
+    value: float = 0.0  # of the state before the reply
+
+
+@dataclass
+class Episode:
+    samples: list = field(default_factory=list)
+    success: bool = False
+    moves: int = 0  # actions of the world; with --env-options chunk=N more than samples
+    valid: int = 0  # replies that kept the format
+    cut: int = 0  # replies stopped at --max-tokens
+    fault: bool = False  # the world raised; nothing of this episode is learned from
+    locked: list = field(default_factory=list)  # steps from where the target was in view: did the
+    # distance to it not grow?
+    found: int | None = None  # replies until a target was in view
+
+
+def transcribe(policy, system: str, samples: list[Sample]) -> list[Transcript]:
+    """Samples as conversations: (frame, reply) pairs, the last frame, and its reply where known."""
+    images = iter(policy.process_images([frame for s in samples for frame in s.frames]))
+    scripts = []
+    for sample in samples:
+        scripts.append(script := Transcript())
+        for i, text in enumerate(sample.texts):
+            policy.show(script, system, text, *next(images))
+            if i < len(sample.past):  # as context: it was learned from in its own sample
+                ids = sample.past[i]
+                script.context(ids, torch.arange(len(ids)).expand(3, -1), len(ids))
+        if sample.ids is not None:
+            values = torch.zeros(len(sample.ids))
+            values[0] = sample.value
+            script.reply(sample.ids, sample.logprobs, values)
+    return scripts
+
+
+@torch.no_grad()
+def collect(policy, envs, args, uniforms, temperature) -> list[Episode]:
+    """Play on in each env from its start (None: it failed at that) -> an Episode each.
+
+    envs: (env, observation, info), see `start`; uniforms [len(envs), horizon, max_tokens]: the
+    sampling noise. An env that raises ends its episode, which is counted and not learned from.
+    """
+    episodes = [Episode(fault=begun is None) for begun in envs]
+    live = [i for i, begun in enumerate(envs) if begun is not None]
+    seen_now = [begun and begun[1:] for begun in envs]  # (observation, info)
+    past = [[] for _ in envs]  # (frame, text, reply ids) of the steps before, newest last
+    many = 4 * args.micro_batch  # without gradients more fit
+    for step in range(args.horizon):
+        if not live:
+            break
+        going = []
+        for rows in (live[low:low + many] for low in range(0, len(live), many)):
+            samples = []
+            for i in rows:
+                recent, observation = past[i][len(past[i]) + 1 - args.history:], seen_now[i][0]
+                frames, texts, replies = ([x[k] for x in recent] for k in range(3))
+                samples.append(Sample([*frames, observation["image"]],
+                                      [*texts, observation["text"]], replies))
+            system = envs[rows[0]][0].system_prompt
+            dialogue = Dialogue(policy, len(rows), system)
+            dialogue.resume(scripts := transcribe(policy, system, samples))
+            replies = dialogue.reply(args.max_tokens, uniforms[rows, step], temperature)
+            for i, sample, script, reply in zip(rows, samples, scripts, replies):
+                last = len(script.ids) - 1 - script.cut  # behind it only a closing token
+                sample.ids, sample.logprobs = script.ids[last], script.logprobs[last]
+                sample.value = float(script.values[last][0])
+                past[i].append((sample.frames[-1], sample.texts[-1], torch.cat(script.ids[last:])))
+                if play(args, envs[i][0], reply, sample, episodes[i], seen_now, i):
+                    going.append(i)
+                episodes[i].cut += script.cut
+        live = going
+    return episodes
+
+
+def play(args, env, reply: str, sample: Sample, episode: Episode, seen_now: list, i: int) -> bool:
+    """One step of env i, entered in its episode -> whether it goes on."""
+    before = seen_now[i][1]["target_distance"]
+    try:
+        observation, _, ended, truncated, info = env.step(reply)
+    except Exception as fault:  # a simulator may fail in any way; training goes on
+        print(f"episode dropped, {args.env} raised {fault!r}", file=sys.stderr, flush=True)
+        episode.fault = True
+        return False
+    episode.samples.append(sample)
+    episode.valid += info["valid"]
+    episode.success, episode.moves = bool(info["success"]), info["moves"]
+    if before is not None and not ended:
+        after = info["target_distance"]
+        episode.locked.append(after is not None and after <= before)
+    if info["target_visible"] and episode.found is None:
+        episode.found = len(episode.samples)
+    seen_now[i] = observation, info
+    return not (ended or truncated)
+
+
+def start(env, seed: int, task: str | None = None, away: bool = False):
+    """Reset -> (env, observation, info), or None where that raised or could not be done.
+
+    away: the player is moved to where no target is in view.
+    """
+    try:
+        observation, info = env.reset(seed=seed, options={"task": task} if task else None)
+        if away and (observation := env.teleport_away()) is None:
+            return None
+        return env, observation, info | ({"target_distance": None} if away else {})
+    except Exception as fault:  # as in `play`
+        print(f"episode dropped, reset({seed}) raised {fault!r}", file=sys.stderr, flush=True)
+        return None
+
+
+def start_groups(env, groups: list[int], args, first_seed: int) -> list:
+    """Each group's world is made once and cloned for its members: they start alike."""
+    starts = []
+    for group in groups:
+        first = start(env, first_seed + group)
+        starts += [first and (first[0].clone(), *first[1:]) for _ in range(args.group_size)]
+    return starts
+
+
+# ------------------------------------------------------------------------------------- evaluate
+def evaluate(policy, args, env, rank, world, episodes: int, away: bool = False) -> dict:
+    """Play `episodes` of each task of a held-out world -> rates by task and by class.
+
+    The same worlds and random numbers at every call and for every --seed. away: the player is first
+    moved to where no target is in view (Crafter): the re-acquisition diagnostic of the paper.
+    """
+    plays = [(task, k) for task in env.tasks for k in range(episodes)]
+    noise = numbers(EVAL, shape=(len(plays), args.horizon, args.max_tokens))
+    mine = list(range(rank, len(plays), world))
+    total = torch.zeros(len(env.tasks), 9, dtype=torch.float64)
+    for low in range(0, len(mine), 64):
+        rows = mine[low:low + 64]
+        starts = [start(env.clone(), plays[row][1], plays[row][0], away) for row in rows]
+        for row, episode in zip(rows, collect(policy, starts, args, noise[rows], args.temperature)):
+            if episode.fault:
+                continue
+            total[env.tasks.index(plays[row][0])] += torch.tensor([
+                1, episode.success, episode.success * episode.moves, episode.valid,
+                len(episode.samples), sum(episode.locked), len(episode.locked),
+                episode.found is not None, episode.found or 0], dtype=torch.float64)
+    total = all_reduce_sum(total)
+    kinds = [TASKS[name].kind for name in env.tasks]
+    rates = total[:, 1] / total[:, 0].clamp(min=1)
+    everything = total.sum(0)
+    out = {"success": rates.mean().item(),
+           "steps": (everything[2] / everything[1].clamp(min=1)).item(),
+           "valid": (everything[3] / everything[4].clamp(min=1)).item(),
+           "locking": (everything[5] / everything[6].clamp(min=1)).item(),
+           "reacquired": (everything[7] / everything[0].clamp(min=1)).item(),
+           "reacquire_steps": (everything[8] / everything[7].clamp(min=1)).item()}
+    for kind in dict.fromkeys(kinds):
+        chosen = [i for i, k in enumerate(kinds) if k == kind]
+        out[f"success_{kind}"] = rates[chosen].mean().item()
+    out["by_task"] = dict(zip(env.tasks, rates.tolist()))
+    return out
+
+
+# ----------------------------------------------------------------------------------- cold start
+def demonstrate(policy, env, seeds, args, each: int = 8) -> tuple[list[Sample], list[float]]:
+    """`each` random samples of an expert episode a seed, and gamma^(H - t) x success of each."""
+    samples, targets = [], []
+    for seed in seeds:
+        observation, done, steps = env.reset(seed=seed)[0], False, []
+        while not done:
+            reply = env.expert_reply(noise=args.demo_noise)
+            ids = policy.tokenizer(reply, add_special_tokens=False)["input_ids"]
+            steps.append((observation["image"], observation["text"],
+                          torch.tensor(ids + [policy.eos])))
+            observation, reward, ended, truncated, _ = env.step(reply)
+            done = ended or truncated
+        order = numbers(DEMO, seed, shape=len(steps)).argsort()[:each]
+        for t in order.tolist():
+            seen = steps[max(0, t - args.history + 1):t + 1]
+            frames, texts, replies = ([x[k] for x in seen] for k in range(3))
+            samples.append(Sample(frames, texts, replies[:-1], replies[-1]))
+            targets.append(reward * args.gamma ** (len(steps) - 1 - t))
+    return samples, targets
+
+
+def cold_start(policy, args, rank, world, log) -> None:
+    """Imitate the scripted expert, and fit the critic to the returns of its episodes."""
+    size = max(8, world)  # demonstrations a step, over all processes
+    peak = 3e-3 if args.model == "tiny" else args.lr  # from scratch; pretrained weights would break
+    env = args.make_env("train", args.tasks)
+    parameters = list(policy.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=peak, betas=(0.9, 0.95), weight_decay=0.0)
+    bar = tqdm(range(args.cold_start), desc="cold start", disable=rank > 0, mininterval=1)
+    for step in bar:
+        first = seeded(DEMO, args.seed) % 10**9 + step * size
+        samples, targets = demonstrate(policy, env, range(first + rank, first + size, world), args)
+        tokens = all_reduce_sum(torch.tensor([sum(len(s.ids) for s in samples), len(samples)]))
+        tokens, loss = tokens.to(policy.device), torch.zeros(2, device=policy.device)
+        for low in range(0, len(samples), args.micro_batch):
+            chosen = samples[low:low + args.micro_batch]
+            part = collate(transcribe(policy, env.system_prompt, chosen))
+            out = policy(part, args.temperature)
+            cross_entropy = -out["logprobs"].sum() / tokens[0]
+            first_token = first_tokens(part["mask"]).to(policy.device)
+            target = torch.tensor(targets[low:low + args.micro_batch], device=policy.device)
+            error = out["values"] - target[:, None]
+            value = hygrow.masked_mean(error**2, first_token, tokens[1])
+            (cross_entropy + 0.5 * value).backward()
+            loss += torch.stack([cross_entropy, value]).detach()
+        reduce_gradients(parameters)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+        if not torch.isfinite(norm):
+            raise RuntimeError(f"cold start step {step}: the gradient is {float(norm)}, not finite")
+        for group in optimizer.param_groups:
+            group["lr"] = peak * min((step + 1) / 30, 1 - step / args.cold_start)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss = all_reduce_sum(loss).tolist()
+        bar.set_postfix(cross_entropy=f"{loss[0]:.3f}", refresh=False)
+        if rank == 0 and (step % 20 == 0 or step + 1 == args.cold_start):
+            log({"cold_start/step": step, "cold_start/cross_entropy": loss[0],
+                 "cold_start/value_loss": loss[1], "cold_start/grad_norm": float(norm)},
+                step - args.cold_start)  # on TensorBoard's axis before iteration 0
+
+
+def first_tokens(mask: torch.Tensor) -> torch.Tensor:
+    """The first generated token of each row of mask [B, T]."""
+    return mask * (mask.cumsum(1) == 1)
+
+
+# ----------------------------------------------------------------------------------- advantages
+def advantages_of(episodes: list[Episode], group: torch.Tensor, args, ranks) -> tuple:
+    """What each sample of the episodes weighs and is worth -> advantages, weights, returns [S].
+
+    group [N]: of each episode. returns: the critic's target (--algo ppo), else 0. ranks:
+    torch.distributed, or None for one process.
+    """
+    lengths = torch.tensor([len(e.samples) for e in episodes], dtype=torch.long)
+    success = torch.tensor([float(e.success) for e in episodes], dtype=torch.float64)
+    trajectory = torch.arange(len(episodes)).repeat_interleave(lengths)
+    groups = group.repeat_interleave(lengths)
+    rewards = hygrow.grow_rewards(success, lengths, gamma=args.gamma)
+    weights, returns = hygrow.grow_weights(trajectory, groups), torch.zeros_like(rewards)
+    if args.algo == "grow":
+        advantages = hygrow.grow_advantages(rewards, trajectory, groups, statistics=args.statistics)
+    elif args.algo == "grpo_trajectory":  # GROW with gamma 1 and balanced statistics: test_8_...
+        outcome = hygrow.grow_rewards(success, lengths, gamma=1.0)
+        advantages = hygrow.grow_advantages(outcome, trajectory, groups, statistics="balanced")
+    elif args.algo == "rloo":
+        advantages = hygrow.leave_one_out_advantages(success, group).repeat_interleave(lengths)
+    else:
+        width = int(lengths.max()) if len(lengths) else 1
+        mask = torch.arange(width) < lengths[:, None]  # [N, H]: a step is a "token" here
+        values = torch.zeros(len(episodes), width, dtype=torch.float64)
+        values[mask] = torch.tensor([s.value for e in episodes for s in e.samples]).double()
+        paid = torch.zeros_like(values)
+        paid[torch.arange(len(episodes)), lengths - 1] = success
+        a, g = hygrow.token_gae(paid, values, mask, gamma=args.gamma, lam=args.lam)
+        advantages, returns = hygrow.whiten(a, mask, dist=ranks)[mask], g[mask]
+        weights = torch.full_like(advantages, 1 / max(len(advantages), 1))
+    return advantages, weights, returns
+
+
+# ------------------------------------------------------------------------------- run directory
+def save_checkpoint(run: Path, iteration: int, policy, optimizer, seconds: float) -> None:
+    """All that a resumed run needs, written aside, then renamed: a kill leaves the last one."""
+    final, aside = run / f"step_{iteration:06d}", run / f"step_{iteration:06d}.tmp"
+    shutil.rmtree(aside, ignore_errors=True)
+    save_policy(policy, aside)
+    names = {p: name for name, p in policy.named_parameters()}
+    moments = {
+        f"{names[p]}.{key}": value.contiguous()
+        for p, state in optimizer.state.items()
+        for key, value in state.items()
+    }
+    save_file(moments, aside / "optimizer.safetensors")
+    state = {"iteration": iteration, "seconds": seconds}
+    (aside / "state.json").write_text(json.dumps(state, indent=1))
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(aside, final)
+    for old in checkpoints(run)[:-2]:
+        shutil.rmtree(old)
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """Complete checkpoints of a run, oldest first."""
+    return sorted(p for p in run.glob("step_*") if (p / "state.json").exists() and p.suffix == "")
+
+
+def load_checkpoint(optimizer, policy, folder: Path) -> dict:
+    """Restore the optimiser's moments; returns the checkpoint's state.json."""
+    try:
+        moments = load_file(folder / "optimizer.safetensors")
+        state = json.loads((folder / "state.json").read_text())
+    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{folder} is damaged ({error}); delete it, and --resume goes on from the one before"
+        ) from error
+    names = {name: p for name, p in policy.named_parameters()}
+    for key, value in moments.items():
+        name, _, moment = key.rpartition(".")
+        p = names[name]
+        optimizer.state[p][moment] = value if moment == "step" else value.to(p.device)
+    return state
+
+
+class Log:
+    """metrics.jsonl and TensorBoard, on rank 0."""
+
+    def __init__(self, run: Path, last: int | None):
+        """last: the iteration resumed from; what an earlier sitting logged after it is cut off."""
+        self.path = run / "metrics.jsonl"
+        kept = []
+        if last is not None and self.path.exists():
+            lines = [line for line in self.path.read_text().splitlines() if line.endswith("}")]
+            kept = [line for line in lines if json.loads(line).get("iteration", 0) <= last]
+        self.path.write_text("".join(line + "\n" for line in kept))
+        purge = None if last is None else last + 1
+        self.board = SummaryWriter(run / "tensorboard", purge_step=purge)
+
+    def __call__(self, metrics: dict, step: int) -> None:
+        for name, value in metrics.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                metrics[name] = None  # JSON knows no NaN; optim/skipped counts where it came from
+        with self.path.open("a") as file:
+            file.write(json.dumps(metrics) + "\n")
+        for name, value in metrics.items():
+            if "/" in name and value is not None:
+                self.board.add_scalar(name, value, step)
+
+
+def setup(args):
+    """Process group, device, run folder -> (rank, world, device, run, checkpoint or None)."""
+    world, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+    rank, cuda = int(os.environ.get("RANK", 0)), torch.cuda.is_available()
+    if args.groups % world:
+        raise ValueError(
+            f"--groups {args.groups} cannot be split over {world} processes; use a multiple of "
+            f"{world}"
+        )
+    if cuda and local >= torch.cuda.device_count():
+        raise ValueError(f"process {local} has no GPU: there are {torch.cuda.device_count()}")
+    torch.set_num_threads(args.threads)
+    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if world > 1 and not dist.is_initialized():  # statistics are reduced on the CPU
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(minutes=30))
+    default = f"runs/{args.env}__{args.algo}__seed{args.seed}__{int(time.time())}"
+    run = [args.resume or args.run_dir or default]
+    if world > 1:
+        dist.broadcast_object_list(run)  # rank 0's clock names the run
+    run = Path(run[0])
+    found = checkpoints(run) if args.resume else []
+    if not args.resume and (run / "args.json").exists():
+        raise ValueError(f"--run-dir {run} holds a run already; --resume {run} goes on with it")
+    if found and int(found[-1].name[5:]) >= args.iterations:
+        raise ValueError(
+            f"--resume {run}: already at iteration {int(found[-1].name[5:])} of {args.iterations}; "
+            "give a larger --iterations to go on"
+        )
+    if world > 1:
+        dist.barrier()
+    run.mkdir(parents=True, exist_ok=True)
+    return rank, world, device, run, found[-1] if found else None
+
+
+def build_policy(args, rank, device, run: Path, checkpoint):
+    """The policy of a checkpoint, of --model, or the tiny one, which rank 0 makes and all load."""
+    source = str(checkpoint or args.model)
+    if source == "tiny":
+        source = str(run / "tiny")
+        if rank == 0:
+            texts = args.make_env("train", args.tasks).texts
+            make_tiny(source, texts, args.seed, patch=args.image_size // 9)
+        if dist.is_initialized():
+            dist.barrier()
+    return load_policy(source, seed=args.seed, device=device)
+
+
+def save_reference(policy, rank, run: Path) -> None:
+    """Keep the policy that --kl-coef holds to: as it was before reinforcement learning.
+
+    Differs from the paper: that is the policy after the cold start, where there is one.
+    """
+    if rank == 0:
+        shutil.rmtree(run / "reference.tmp", ignore_errors=True)
+        save_policy(policy, run / "reference.tmp")
+        shutil.rmtree(run / "reference", ignore_errors=True)
+        os.replace(run / "reference.tmp", run / "reference")
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def load_reference(args, device, run: Path):
+    folder = run / "reference"
+    if not folder.exists():
+        raise ValueError(f"--kl-coef needs {folder}, which only a run begun with it has; "
+                         "go on with --kl-coef 0")
+    reference = load_policy(str(folder), device=device).requires_grad_(False)
+    reference.critic = None  # only its log-probs are asked for
+    return reference
+
+
+# ----------------------------------------------------------------------------------------- main
+def main(args: Args) -> dict:
+    """Train; returns the last evaluation. The loop is meant to be read from top to bottom."""
+    try:
+        rank, world, device, run, checkpoint = setup(args)
+        policy = build_policy(args, rank, device, run, checkpoint)
+        parameters = list(policy.parameters())
+        optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
+        state = load_checkpoint(optimizer, policy, checkpoint) if checkpoint else None
+        reference = load_reference(args, device, run) if checkpoint and args.kl_coef else None
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"train_grow.py: {error}") from error
+    say = tqdm.write if rank == 0 else lambda *_: None
+    log = Log(run, state["iteration"] if state else None) if rank == 0 else None
+    if rank == 0:  # only now: a run that cannot start leaves nothing that forbids the next try
+        (run / "args.tmp").write_text(json.dumps(asdict(args) | {"resume": ""}, indent=1))
+        os.replace(run / "args.tmp", run / "args.json")
+    env, ranks = args.make_env("train", args.tasks), dist if world > 1 else None
+    groups = list(range(rank, args.groups, world))  # this process's groups of the global batch
+    rows = [g * args.group_size + i for g in groups for i in range(args.group_size)]
+    size = sum(p.numel() for p in parameters)
+    say(f"{args.env}, {args.model} model, {size:,} parameters, {world} process(es), folder {run}")
+    began, first, evaluation = time.time(), 1, {}
+
+    def measure(label: str, iteration: int, episodes: int) -> dict:
+        """Success on held-out worlds, seen and unseen tasks; printed and logged."""
+        result, lines = {"iteration": iteration, "label": label}, []
+        for tasks in dict.fromkeys([args.tasks, "unseen"]):
+            held_out = args.make_env("eval", tasks)
+            rates = evaluate(policy, args, held_out, rank, world, episodes)
+            if hasattr(held_out, "teleport_away"):
+                lost = evaluate(policy, args, held_out, rank, world, episodes, away=True)
+                rates |= {name: lost[name] for name in ("reacquired", "reacquire_steps")}
+                rates["success_away"] = lost["success"]
+            name = "eval" if tasks == args.tasks else f"eval_{tasks}"
+            by_task = rates.pop("by_task")
+            result |= {f"{name}/{key}": value for key, value in rates.items()}
+            result[f"{name}_by_task"] = by_task
+            kinds = ", ".join(f"{key[8:]} {value:.1%}" for key, value in rates.items()
+                              if key.startswith("success_"))
+            lines.append(f"{tasks} tasks {rates['success']:.1%} in {rates['steps']:.1f} steps "
+                         f"({kinds}), locking {rates['locking']:.1%}, valid {rates['valid']:.1%}")
+        result["time/seconds"] = time.time() - began
+        say(f"[{result['time/seconds']:4.0f} s] {label}: " + "; ".join(lines))
+        if rank == 0:
+            log(result, iteration)
+        return result
+
+    if state:
+        first, began = state["iteration"] + 1, time.time() - state["seconds"]
+        say(f"resumed from {checkpoint}, {args.iterations - first + 1} iterations to go")
+    else:
+        if args.resume:
+            say(f"{run} has no checkpoint yet: it starts again")
+        cold_start(policy, args, rank, world, log)
+        evaluation = measure("cold start" if args.cold_start else "start", 0, args.eval_episodes)
+        if args.kl_coef:
+            save_reference(policy, rank, run)
+            reference = load_reference(args, device, run)
+        if rank == 0:
+            save_checkpoint(run, 0, policy, optimizer, time.time() - began)
+
+    bar = tqdm(range(first, args.iterations + 1), initial=first - 1, total=args.iterations,
+               desc="train", disable=rank > 0, mininterval=0.5)
+    for iteration in bar:
+        # 1. Collect: the members of each group start alike, and act -> one Episode each
+        began_collect = time.time()
+        noise = numbers(ACT, args.seed, iteration, shape=(
+            args.groups * args.group_size, args.horizon, args.max_tokens))
+        first_seed = seeded(ACT, args.seed) % 10**9 + iteration * args.groups
+        starts = start_groups(env, groups, args, first_seed)
+        played = collect(policy, starts, args, noise[rows], args.temperature)
+
+        # 2. Score: log-probs and values were read while sampling; here, which episodes count
+        kept = [(row, e) for row, e in zip(rows, played) if not e.fault]
+        wins = {g: [e.success for row, e in kept if row // args.group_size == g] for g in groups}
+        idle = {g for g in groups if args.algo != "ppo" and not any(wins[g])}  # advantage 0 for all
+        idle |= {g for g in groups if args.drop_equal_groups and all(wins[g])}
+        used = [(row, e) for row, e in kept if row // args.group_size not in idle]
+        group = torch.tensor([row // args.group_size for row, _ in used]).long()
+
+        # 3. Advantages: A = (r - mu) / sigma over the group's samples, r = gamma^(H - t) success
+        episodes = [e for _, e in used]
+        advantages, weights, returns = advantages_of(episodes, group, args, ranks)
+        counts = torch.tensor([len(set(group.tolist())), len(advantages),
+                               sum(len(wins[g]) > 0 for g in groups)], dtype=torch.float64)
+        total = all_reduce_sum(counts.clone())
+        # weights sum to 1 over what this process uses; groups left out still count in 1/M
+        share = counts[1] / total[1] if args.algo == "ppo" else counts[0] / total[2]
+        weights = weights * (share if len(weights) else 0)
+        samples = [s for e in episodes for s in e.samples]
+
+        # 4. Update: epochs x minibatches; micro-batches and ranks only change memory and time
+        began_update, skipped, norms = time.time(), 0, []
+        losses = torch.zeros(6, dtype=torch.float64)  # policy, value, entropy, kl, clipfrac, total
+        reference_kl = torch.zeros((), dtype=torch.float64)
+        annealed = 1 - 0.9 * (iteration - 1) / args.iterations  # to a tenth
+        for param_group in optimizer.param_groups:
+            param_group["lr"] = args.lr * annealed
+        for epoch in range(args.epochs):
+            mixed = [numbers(MIX, args.seed, iteration, epoch, row, shape=len(e.samples))
+                     for row, e in used]  # which minibatch a sample is in, whatever the rank
+            place = (torch.cat([torch.zeros(0), *mixed]) * args.minibatches).long()
+            for minibatch in range(args.minibatches):
+                mb_inds = (place == minibatch).nonzero().flatten()
+                for inds in mb_inds.split(args.micro_batch) if len(mb_inds) else ():
+                    script = transcribe(policy, env.system_prompt, [samples[i] for i in inds])
+                    old = collate(script)
+                    new = policy(old, args.temperature)
+                    old = {k: v.to(device) for k, v in old.items() if torch.is_tensor(v)}
+                    mask = old["mask"]
+                    w = (args.minibatches * weights[inds]).float().to(device)  # [S], the mean of J
+                    policy_loss = hygrow.grow_loss(
+                        new["logprobs"], old["logprobs"], advantages[inds].float().to(device), w,
+                        mask, clip=args.clip, ratio=args.ratio,
+                    )
+                    per_token = w[:, None] / mask.sum(1, keepdim=True)  # [S, 1]
+                    entropy = (per_token * new["entropy"] * mask).sum()
+                    value_loss = kl = torch.zeros((), device=device)
+                    if args.algo == "ppo":
+                        target = returns[inds].float().to(device)[:, None].expand_as(mask)
+                        value_loss = args.minibatches / total[1].float() * hygrow.value_loss(
+                            new["values"], old["values"], target, first_tokens(mask),
+                            clip=args.value_clip, denominator=1,
+                        )
+                    if reference is not None:
+                        with torch.no_grad():
+                            anchor = reference(collate(script), args.temperature)["logprobs"]
+                        kl = hygrow.kl_terms(new["logprobs"], anchor, mask)[2]  # k3
+                        kl = (per_token * kl).sum()
+                    loss = (policy_loss + args.value_coef * value_loss + args.kl_coef * kl
+                            - args.entropy_coef * annealed * entropy)
+                    loss.backward()
+                    with torch.no_grad():
+                        step = hygrow.kl_terms(old["logprobs"], new["logprobs"], mask)[2]
+                        ratio = (new["logprobs"] - old["logprobs"]).exp()
+                        clipped = ((ratio - 1).abs() > args.clip) * mask
+                        moved = [(per_token * x).sum() for x in (step, clipped)]
+                    terms = [policy_loss, value_loss, entropy, *moved, loss]
+                    losses += torch.stack([x.detach().double().cpu() for x in terms])
+                    reference_kl += kl.detach().double().cpu()
+                reduce_gradients(parameters)
+                norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)))
+                if math.isfinite(norms[-1]):
+                    optimizer.step()
+                else:  # the same on all ranks, since the gradient is summed
+                    skipped += 1
+                optimizer.zero_grad(set_to_none=True)
+        if skipped == args.epochs * args.minibatches:
+            raise RuntimeError(
+                f"no update of iteration {iteration} had a finite gradient. The last checkpoint is "
+                f"{checkpoints(run)[-1]}; go on from it with --resume {run} and a smaller --lr"
+            )
+
+        # 5. Log: sums over all episodes, samples, minibatches and ranks, one division
+        metrics = iteration_metrics(env, played, starts, advantages, losses, reference_kl,
+                                    args.epochs * args.minibatches)
+        now = time.time()
+        metrics |= {
+            "iteration": iteration, "optim/skipped": skipped,
+            "optim/grad_norm": sum(filter(math.isfinite, norms)) / (len(norms) - skipped),
+            "optim/lr": optimizer.param_groups[0]["lr"], "time/seconds": now - began,
+            "time/collect_s": began_update - began_collect, "time/update_s": now - began_update,
+            "time/samples_per_s": metrics["rollout/samples"] / (now - began_collect),
+            "memory/peak_mb": peak_memory(device),
+        }
+        bar.set_postfix(success=f"{metrics['rollout/success']:.2f}",
+                        steps=f"{metrics['rollout/steps']:.0f}",
+                        zero=f"{metrics['advantage/zero_frac']:.2f}", refresh=False)
+        if rank == 0:
+            log(metrics, iteration)
+        if iteration % args.eval_every == 0 or iteration == args.iterations:
+            last = iteration == args.iterations
+            evaluation = measure("end" if last else f"iteration {iteration}", iteration,
+                                 args.eval_episodes * (2 if last else 1))
+
+        # 6. Save
+        if rank == 0 and (iteration % args.save_every == 0 or iteration == args.iterations):
+            save_checkpoint(run, iteration, policy, optimizer, time.time() - began)
+    if rank == 0:
+        log.board.close()
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    return evaluation
+
+
+def iteration_metrics(env, played, starts, advantages, losses, reference_kl, updates: int) -> dict:
+    """Means from the sums over all ranks; the README's table says each one's unit and reduction."""
+    kinds = list(dict.fromkeys(TASKS[name].kind for name in env.tasks))
+    by_kind = torch.zeros(len(kinds), 2, dtype=torch.float64)
+    for begun, episode in zip(starts, played):
+        if not episode.fault:
+            kind = kinds.index(TASKS[begun[0].task.name].kind)
+            by_kind[kind] += torch.tensor([episode.success, 1.0])
+    fine = [e for e in played if not e.fault]
+    wins = [e for e in fine if e.success]
+    replies = sum(len(e.samples) for e in fine)
+    idle = replies - len(advantages) + int((advantages == 0).sum())
+    sums = torch.tensor([
+        len(fine), len(wins), sum(e.moves for e in wins), sum(e.valid for e in fine), replies,
+        sum(e.cut for e in fine), sum(e.fault for e in played), idle,
+        float(advantages.sum()), float((advantages**2).sum()), float(reference_kl),
+    ], dtype=torch.float64)
+    sums = all_reduce_sum(torch.cat([sums, losses, by_kind.flatten()])).tolist()
+    episodes, won, moves, valid, replies, cut, faults, idle, a, a2, kl = sums[:11]
+    names = ("loss/policy", "loss/value", "policy/entropy", "policy/approx_kl", "policy/clipfrac",
+             "loss/total")
+    replies_, split = max(replies, 1), sums[17:]
+    return {
+        "rollout/success": won / max(episodes, 1),
+        **{f"rollout/success_{kind}": split[2 * i] / max(split[2 * i + 1], 1)
+           for i, kind in enumerate(kinds)},
+        "rollout/steps": moves / max(won, 1),
+        "rollout/valid": valid / replies_,
+        "rollout/cut": cut / replies_,
+        "rollout/env_faults": faults,
+        "rollout/samples": replies,
+        "advantage/zero_frac": idle / replies_,
+        "advantage/mean": a / replies_,
+        "advantage/std": math.sqrt(max(a2 / replies_ - (a / replies_) ** 2, 0)),
+        "policy/reference_kl": kl / updates,
+        **{name: value / updates for name, value in zip(names, sums[11:17])},
+    }
+
+
+def peak_memory(device) -> float:
+    """MB: on a GPU what torch held at most, else this process's largest resident size."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def parse_args(argv: list[str] | None = None) -> Args:
+    """The command line; with --resume, on top of the arguments of that run."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--resume", default="")
+    resume = finder.parse_known_args(argv)[0].resume
+    default = Args()
+    if resume:
+        saved = Path(resume) / "args.json"
+        if not saved.exists():
+            sys.exit(f"train_grow.py: --resume {resume} holds no args.json; runs lie in runs/")
+        try:
+            stored = json.loads(saved.read_text())
+            stored["env_options"] = tuple(stored["env_options"])
+            default = Args(**stored)
+        except (ValueError, KeyError, TypeError) as error:
+            sys.exit(f"train_grow.py: {saved} does not fit this version ({error!r})")
+    args = tyro.cli(Args, args=argv, default=default, description=__doc__)
+    if args.resume and args.run_dir not in ("", default.run_dir):
+        sys.exit("train_grow.py: give --resume or --run-dir, not both")
+    return args
+
+
+if __name__ == "__main__":
+    main(parse_args())
