@@ -10,12 +10,13 @@ Tensors are [B, T]: B sequences, T positions (prompt, images, padding and all).
             token that earned it. Both in reward units, and so are advantages and returns.
 - bootstrap [B], value of the state one token after the row's last one: 0 where the episode ended
             by itself (default: everywhere), V of the last observation where it was cut off.
-gamma discounts one token, turn_gamma (where given) one turn. Rows without tokens stay zero.
-Estimators work in float64, answer in the input's dtype, pass no gradient and do not whiten. All
-errors are ValueErrors that name the row or the argument: shapes that differ, flags other than 0
-and 1, numbers not finite on the mask, a turn_end off the mask, tokens after a row's last
-turn_end, discounts outside [0, 1]; a function names what else it refuses.
-GROW's tensors are [S], one entry a state-action sample, and [S, T] with the tokens of its action.
+gamma discounts one token (rl4vlm_gae: one turn), turn_gamma where given one turn. Rows without
+tokens stay zero. GROW's tensors are [S], one entry a state-action sample, and [S, T] with the
+tokens of its action.
+Estimators work in float64, answer in the input's dtype, pass no gradient and do not whiten. They
+refuse with a ValueError that names the row or the argument: shapes that differ, flags other than 0
+and 1, numbers not finite on the mask, a turn_end off the mask, tokens after a row's last turn_end,
+discounts outside [0, 1]. Losses check shapes and flags; a NaN on the mask comes out as a NaN.
 """
 
 import torch
@@ -59,9 +60,9 @@ def turn_gae(
       aggregate_reward. b_{k+1} (or bootstrap) is the turn's own I_k tokens after b_k:
       Gamma_k = gamma^I_k. After b_k, G_t = r_t + gamma G_{t+1}, on into the next turn's b.
     turn_gamma replaces Gamma_k, and gamma where G steps from turn to turn; gamma stays inside.
-    V_{e_k} knows the turn but for its last token: with an exact critic, "last" teaches the turn's
-    tokens the advantage of that one, so on average nothing to all others if what precedes e_k
-    settles that it ends the turn; "first" each its own: test_4_gradient_by_position.
+    V_{e_k} knows the turn but for its last token: with an exact critic and lam 1, "last" teaches
+    the turn's tokens the advantage of that one, so on average nothing to the others if it is the
+    last for sure; "first": gamma^(t - b_k) times their own. test_4_gradient_by_position.
     Source: arXiv 2607.23605. Pinned by test_turn_gae_by_hand, test_random_batches_match_naive.
     """
     across = gamma if turn_gamma is None else turn_gamma
@@ -105,7 +106,7 @@ def hybrid_gae(
     # Differs from the paper: its code takes the value after the last token as 0 always, also for
     # episodes cut by the turn limit, and has no "first" anchor. Both are options here, off unless
     # asked for. token_lam is fixed to 1 in its code.
-    _check(alpha=alpha)
+    _check(alpha=alpha, token_lam=token_lam)
     _choose("hybrid_return", hybrid_return, "exact", "broadcast", "turn_end", "token")
     dtype, r = torch.promote_types(rewards.dtype, values.dtype), rewards.double()  # round once
     how = dict(anchor=anchor, aggregate_reward=aggregate_reward, bootstrap=bootstrap)
@@ -132,7 +133,7 @@ def bi_level_gae(
         A_k     = delta_k + turn_gamma lam A_{k+1}               r'_{e_k} = A_k + V_{e_k}
         A_t     = r'_t + gamma V_{t+1} - V_t + gamma lam A_{t+1}     in the turn: V, A after e_k 0
         G_t     = A_t + V_t                                      r'_t = r_t off turn ends
-    The same as token_gae where A_k is: test_8_bi_level_is_token_gae has the exact condition.
+    Where A_k is the token advantage at e_k, all of it is token_gae: test_8_bi_level_is_token_gae.
     Source: VAGEN, arXiv 2510.16907. Pinned by test_vectors and test_bi_level_by_hand.
     """
     # Differs from the paper: HyGAE's own code lets V and A run on over turn ends in the token pass,
@@ -191,16 +192,20 @@ def trajectory_group_advantages(
 
     rewards, mask [B, T], group [B] any labels -> [B, T], unitless.
         s_i = sum_t r_{i,t},    A_i = (s_i - mean s) / (std s + eps) over the group, std with ddof
-    A group whose scores are equal up to rounding, or a lone row, gets exactly 0.
+    A group whose scores are equal up to rounding, or a lone row, gets exactly 0. Rows without
+    tokens are not part of their group. ValueError: also ddof other than 0 and 1, eps < 0.
     Source: arXiv 2402.03300 sec. 4.1.2. Pinned by test_trajectory_group_by_hand.
     """
     # Differs from the paper: HyGAE's code gives a lone row its raw score; 0 says "no comparison".
     mask, r = _on_mask(mask, rewards=rewards)
-    _refuse(~r.isfinite(), "rewards are not finite on a generated token")
-    score, one = r.double().sum(1), r.new_ones(len(r), dtype=torch.float64)  # [B]
-    g, _ = _shares(torch.arange(len(r), device=r.device), group)
-    dtype = rewards.dtype if rewards.is_floating_point() else r.dtype
-    advantage = _standardise(score, one, g, ddof, eps, dtype)
+    _refuse(~r.isfinite(), "rewards are not finite on a generated token", rewards)
+    dtype, some, r = _float(rewards.dtype), mask.any(1), r.double()
+    rows = torch.arange(len(r), device=r.device)
+    g, _ = _shares(rows[some], group[some] if group.shape == some.shape else group)
+    score, size = r.sum(1)[some], r.abs().sum(1)[some]  # the size of what may have been rounded
+    advantage = r.new_zeros(len(r)).masked_scatter(
+        some, _standardise(score, torch.ones_like(score), g, ddof, eps, size, dtype)
+    )
     return torch.where(mask, advantage[:, None], 0).to(dtype)
 
 
@@ -208,15 +213,15 @@ def trajectory_group_advantages(
 def leave_one_out_advantages(score: Tensor, group: Tensor) -> Tensor:
     """RLOO: a trajectory's score less the mean of the others in its group; not divided by a std.
 
-    score [N], group [N] any labels -> [N], in the score's unit (integers: float64).
+    score [N], group [N] any labels -> [N], in the score's unit.
         A_i = s_i - mean_{j != i} s_j = G / (G - 1) (s_i - mean s);   a lone trajectory gets 0
     Source: RLOO, arXiv 2402.14740. Pinned by test_leave_one_out_by_hand.
     """
     g, share = _shares(torch.arange(len(score), device=score.device), group)  # share: 1/G
-    _refuse(~score.isfinite(), "score is not finite")
+    _refuse(~score.isfinite(), "score is not finite", score)
     mean = torch.zeros_like(share).index_add(0, g, share * score.double())[g]
     advantage = torch.where(share < 1, (score - mean) / (1 - share), 0)
-    return advantage.to(score.dtype) if score.is_floating_point() else advantage
+    return advantage.to(_float(score.dtype))
 
 
 @torch.no_grad()
@@ -225,21 +230,23 @@ def grow_rewards(success: Tensor, lengths: Tensor, *, gamma: float) -> Tensor:
 
     success [N]: R_i of each trajectory, 1 or 0 (a failure must be 0: r is not shift-invariant).
     lengths [N]: H_i >= 1 steps. -> [S], S = sum of H_i, one trajectory after the other; in
-    success's dtype (bool, int: float64).
+    success's dtype (bool, int: float32).
         r_{i,t} = gamma^(H_i - t) R_i,   t = 1..H_i
-    ValueError: also lengths that are not whole numbers >= 1.
+    ValueError: also lengths that are not whole numbers >= 1, success < 0.
     Source: arXiv 2605.20246. Pinned by test_grow_by_hand.
     """
     _check(gamma=gamma)
-    if success.ndim != 1 or success.shape != lengths.shape or lengths.is_floating_point():
+    whole = not lengths.is_floating_point() and lengths.dtype != torch.bool
+    if success.ndim != 1 or success.shape != lengths.shape or not whole:
         shapes = f"success {tuple(success.shape)} and lengths {tuple(lengths.shape)}"
         raise ValueError(f"{shapes} must both be [N], lengths of an integer type")
-    _refuse(lengths < 1, "a trajectory's length is less than 1")
-    _refuse(~success.isfinite(), "success is not finite")
+    _refuse(lengths < 1, "a trajectory's length is less than 1", lengths)
+    _refuse(~success.isfinite() | (success < 0), "success is not a number >= 0", success)
+    lengths = lengths.long()
     to_go = lengths.cumsum(0).repeat_interleave(lengths) - 1  # [S] index of the last step...
     to_go = to_go - torch.arange(len(to_go), device=to_go.device)  # ... minus the step's own
     reward = gamma ** to_go.double() * success.double().repeat_interleave(lengths)
-    return reward.to(success.dtype) if success.is_floating_point() else reward
+    return reward.to(_float(success.dtype))
 
 
 @torch.no_grad()
@@ -265,19 +272,21 @@ def grow_advantages(
     statistics: the means mu and sigma^2 are over all samples alike ("pooled", the paper read by the
     letter: long trajectories, mostly failures, weigh more) or weigh each sample 1/(G H_i)
     ("balanced": then the mean of A under grow_weights is 0 for unequal lengths too).
-    A group whose rewards are all equal up to rounding (4 eps of their dtype) gets exactly 0. A lone
-    trajectory is its own group: 0 if it failed; if it succeeded, early steps are negative and late
-    ones positive (sum 0), as in a group where all succeed alike.
-    ValueError: ddof < 0, unknown statistics.
+    A group whose rewards are all equal up to rounding (4 eps of their dtype; 3 % in bfloat16: use
+    float32 or more) gets exactly 0. A lone trajectory is its own group: 0 if it failed; if it
+    succeeded, early steps are negative and late ones positive (sum 0), as in a group where all
+    succeed alike.
+    ValueError: ddof other than 0 and 1, unknown statistics.
     Source: arXiv 2605.20246. Pinned by test_grow_by_hand and test_7_grow_identities.
     """
     _choose("statistics", statistics, "pooled", "balanced")
     g, share = _shares(trajectory, group)
     if rewards.shape != g.shape:
         raise ValueError(f"rewards {tuple(rewards.shape)} and group {tuple(g.shape)} must be [S]")
-    dtype = rewards.dtype if rewards.is_floating_point() else torch.float64
+    _refuse(~rewards.isfinite(), "rewards are not finite", rewards)
     weight = share if statistics == "balanced" else torch.ones_like(share)
-    return _standardise(rewards, weight, g, ddof, 0.0, dtype).to(dtype)
+    r, dtype = rewards.double(), _float(rewards.dtype)
+    return _standardise(r, weight, g, ddof, 0.0, r.abs(), dtype).to(dtype)
 
 
 @torch.no_grad()
@@ -290,14 +299,14 @@ def whiten(x: Tensor, mask: Tensor, *, dist=None) -> Tensor:
     Source: arXiv 2607.23605. Pinned by test_whiten_by_hand and test_whiten_two_ranks.
     """
     mask = _as_bool("mask", mask, x=x)
-    _refuse(mask & ~x.isfinite(), "x is not finite on a generated token")
-    x64 = torch.where(mask, x, 0).double()
+    _refuse(mask & ~x.isfinite(), "x is not finite on a generated token", x)
+    x64, dtype = torch.where(mask, x, 0).double(), _float(x.dtype)
     count, total = _sum_over_ranks(torch.stack([mask.sum().double(), x64.sum()]), dist)
     if count < 2:
-        return x64.to(x.dtype)
+        return x64.to(dtype)
     gap = torch.where(mask, x64 - total / count, 0)
     var = _sum_over_ranks((gap**2).sum(), dist) / (count - 1)
-    return (gap / (var + 1e-8).sqrt()).to(x.dtype)
+    return (gap / (var + 1e-8).sqrt()).to(dtype)
 
 
 def masked_mean(x: Tensor, mask: Tensor, denominator: Tensor | float | None = None) -> Tensor:
@@ -350,17 +359,20 @@ def turn_policy_loss(
     Inputs as policy_loss; thought [B, T]: 1 on tokens inside a thought.
         rho_k = exp(sum_{t=b_k..e_k} c_t (new_t - old_t)),  c_t = thought_coef in a thought, else 1
     The turn's advantage is read at e_k. denominator: the number of turns of the optimiser batch.
+    ValueError: also thought_coef outside [0, 1], clip <= 0.
     Source: RL4VLM, arXiv 2405.10292. Pinned by test_turn_policy_loss_by_hand.
     """
     mask, new, old, gain = _on_mask(
         mask, new_logprobs=new_logprobs, old_logprobs=old_logprobs.detach(),
         advantages=advantages.detach(),
     )
+    _check(thought_coef=thought_coef)
     ahead = _ahead(turn_end, mask)  # [B, T] 1 in the row's last turn, 2 in the one before, ...
+    turns = int(ahead.max()) if ahead.numel() else 0
     coef = 1.0
     if thought is not None:
         coef = torch.where(_as_bool("thought", thought, mask=mask), thought_coef, 1.0)
-    per_turn = lambda x: x.new_zeros(len(x), int(ahead.max()) + 1).scatter_add(1, ahead, x)[:, 1:]
+    per_turn = lambda x: x.new_zeros(len(x), turns + 1).scatter_add(1, ahead, x)[:, 1:]
     change, exists = per_turn(coef * (new - old)), per_turn((turn_end != 0).to(new.dtype))
     gain = per_turn(torch.where(turn_end != 0, gain, 0))  # all three [B, K]
     return policy_loss(change, 0 * exists, gain, exists, clip=clip, denominator=denominator)
@@ -379,7 +391,7 @@ def grow_loss(
     ratio="token": each token has its own rho, and the min is averaged over the action's tokens;
     "action": rho is the whole action's, the product of its tokens'. One-token actions: the same.
     At the old policy the gradient of "token" is that of "action" / the action's tokens.
-    ValueError: also clip <= 0, unknown ratio.
+    ValueError: also clip <= 0, unknown ratio, weights < 0.
     Source: arXiv 2605.20246. Pinned by test_grow_loss_by_hand and test_7_grow_gradient_split.
     """
     _choose("ratio", ratio, "token", "action")
@@ -387,6 +399,7 @@ def grow_loss(
     if not advantages.shape == weights.shape == mask.shape[:1]:
         shapes = f"advantages {tuple(advantages.shape)}, weights {tuple(weights.shape)}"
         raise ValueError(f"{shapes} must be [S] = ({len(mask)},)")
+    _refuse(weights < 0, "a weight is below 0", weights)
     if ratio == "action":
         new, old, mask = (x.sum(1, keepdim=True) for x in (new, old, mask))
         mask = mask > 0
@@ -462,9 +475,9 @@ def _read(rewards, values, mask, bootstrap):
     after = values.new_zeros(len(mask)) if bootstrap is None else bootstrap
     if after.shape != mask.shape[:1]:
         raise ValueError(f"bootstrap {tuple(after.shape)} must be [B] = ({len(mask)},)")
-    _refuse(mask & ~rewards.isfinite(), "rewards are not finite on a generated token")
-    _refuse(mask & ~values.isfinite(), "values are not finite on a generated token")
-    _refuse(mask.any(1) & ~after.isfinite(), "bootstrap is not finite")
+    _refuse(mask & ~rewards.isfinite(), "rewards are not finite on a generated token", rewards)
+    _refuse(mask & ~values.isfinite(), "values are not finite on a generated token", values)
+    _refuse(mask.any(1) & ~after.isfinite(), "bootstrap is not finite", after)
     dtype, valid = torch.promote_types(rewards.dtype, values.dtype), _pack(mask, mask) > 0
 
     def restore(y: Tensor) -> Tensor:
@@ -488,9 +501,10 @@ def _turns(turn_end, mask, valid):
 def _ahead(turn_end, mask):
     """Checked turn_end, bool mask -> [B, T] long: how many turns of the row end here or later."""
     turn_end = _as_bool("turn_end", turn_end, mask=mask)
-    _refuse(turn_end & ~mask, "turn_end stands on a token off the mask")
+    _refuse(turn_end & ~mask, "turn_end stands on a token off the mask", turn_end)
     ahead = turn_end.flip(1).cumsum(1).flip(1)
-    _refuse(mask & (ahead == 0), "a turn has no turn_end: tokens follow the row's last turn_end")
+    late = "a turn has no turn_end: tokens follow the row's last turn_end"
+    _refuse(mask & (ahead == 0), late, turn_end)
     return ahead
 
 
@@ -530,45 +544,53 @@ def _on_mask(mask: Tensor, **tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _as_bool(name: str, flags: Tensor, **others: Tensor) -> Tensor:
-    """flags as bool; ValueError unless it holds 0 and 1 only and has the shape of all others."""
-    if any(x.shape != flags.shape for x in others.values()):
+    """flags [B, T] as bool; ValueError unless it holds 0 and 1 only and all others are [B, T]."""
+    if flags.ndim != 2 or any(x.shape != flags.shape for x in others.values()):
         shapes = ", ".join(f"{n} {tuple(x.shape)}" for n, x in {name: flags, **others}.items())
         raise ValueError(f"shapes differ: {shapes}; all must be the same [B, T]")
-    _refuse((flags != 0) & (flags != 1), f"{name} holds something else than 0 and 1")
+    _refuse((flags != 0) & (flags != 1), f"{name} holds something else than 0 and 1", flags)
     return flags != 0
 
 
-def _refuse(bad: Tensor, what: str) -> None:
+def _refuse(bad: Tensor, what: str, x: Tensor) -> None:
+    """ValueError naming the first bad entry of x [B, ...] and the first rows that have one."""
     if bad.any():
         rows = bad.reshape(len(bad), -1).any(1).nonzero().flatten().tolist()
-        raise ValueError(f"row {rows[0]}: {what} (rows: {rows})")
+        at = tuple(bad.nonzero()[0].tolist())
+        more = f", {len(rows)} in all" if len(rows) > 5 else ""
+        raise ValueError(f"row {rows[0]}: {what}: {x[at].item()} at {at} (rows: {rows[:5]}{more})")
+
+
+def _float(dtype: torch.dtype) -> torch.dtype:
+    """Of an answer to inputs of this dtype."""
+    return dtype if dtype.is_floating_point else torch.float32
 
 
 def _shares(trajectory: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
     """Labels [S] -> g [S], the groups numbered from 0, and 1/(G H_i) [S] as in grow_weights."""
-    if trajectory.ndim != 1 or trajectory.shape != group.shape:
+    floats = trajectory.is_floating_point() or group.is_floating_point()
+    if trajectory.ndim != 1 or trajectory.shape != group.shape or floats:
         shapes = f"trajectory {tuple(trajectory.shape)} and group {tuple(group.shape)}"
-        raise ValueError(f"{shapes} must both be [S]")
+        raise ValueError(f"{shapes} must both be [S] whole numbers")
     g = group.unique(return_inverse=True)[1]
     pairs, i = torch.stack([g, trajectory]).unique(dim=1, return_inverse=True)  # [2, N], [S]
     return g, 1 / (pairs[0].bincount()[g] * i.bincount()[i]).double()
 
 
-def _standardise(x, weight, g, ddof, eps, dtype):
-    """(x - mean) / (std + eps) within each group g, weighted; float64, exactly 0 for a tie: a
-    spread of no more than four of dtype's rounding steps at the group's largest number."""
-    _refuse(~x.isfinite(), "rewards are not finite")
-    if ddof < 0:
-        raise ValueError(f"ddof {ddof} must be 0 or more")
-    x, zero = x.double(), torch.zeros(int(g.max()) + 1 if len(g) else 0, device=x.device).double()
+def _standardise(x, weight, g, ddof, eps, size, dtype):
+    """(x - mean) / (std + eps) within each group g, weighted, float64; exactly 0 for a tie: a
+    spread of at most four of dtype's rounding steps at the group's largest size."""
+    if ddof not in (0, 1) or not 0 <= eps < torch.inf:
+        raise ValueError(f"ddof {ddof} must be 0 or 1, eps {eps} a number >= 0")
+    zero = x.new_zeros(int(g.max()) + 1 if len(g) else 0)
     total = lambda y: zero.index_add(0, g, y)[g]  # [S] sum over the sample's group
+    reduce = lambda y, how: zero.scatter_reduce(0, g, y, how, include_self=False)[g]
+    largest = reduce(size, "amax").clamp(min=torch.finfo(dtype).smallest_normal)
+    tied = reduce(x, "amax") - reduce(x, "amin") <= 4 * torch.finfo(dtype).eps * largest
+    x, eps, count = x / largest, eps / largest, total(torch.ones_like(x))  # so squares are in range
     gap = x - total(weight * x) / total(weight)
-    count = total(torch.ones_like(x))
-    var = total(weight * gap**2) / total(weight) * count / (count - ddof).clamp(min=1)
-    high, low = (zero.scatter_reduce(0, g, x, f, include_self=False)[g] for f in ("amax", "amin"))
-    largest = torch.maximum(high.abs(), low.abs()).clamp(min=torch.finfo(dtype).smallest_normal)
-    tied = high - low <= 4 * torch.finfo(dtype).eps * largest
-    return torch.where(tied | (var == 0), 0, gap / (var.sqrt() + eps))
+    var = total(weight * gap**2) / total(weight) * count / (count - ddof)  # one sample: a tie
+    return torch.where(tied, 0, gap / (var.sqrt() + eps))
 
 
 def _choose(name: str, value: str, *known: str) -> None:

@@ -19,7 +19,8 @@ import mutants
 from hygrow import (
     bi_level_gae, grow_advantages, grow_loss, grow_rewards, grow_weights, hybrid_gae, kl_terms,
     masked_mean, masked_reinforce, policy_loss, policy_stats, rl4vlm_gae, token_gae,
-    trajectory_group_advantages, turn_gae, turn_policy_loss, value_loss, whiten,
+    leave_one_out_advantages, trajectory_group_advantages, turn_gae, turn_policy_loss, value_loss,
+    whiten,
 )
 from test_estimators import close, f64, random_batch
 
@@ -150,6 +151,18 @@ def test_trajectory_group_by_hand():
     same, one = torch.full((7, 1), 10.1), torch.ones(7, 1)
     tied = trajectory_group_advantages(same, one, torch.zeros(7).long())
     assert not tied.any() and tied.dtype == torch.float32
+    # rewards that cancel: 0 but for their rounding, and so a tie; a row without tokens is not there
+    cancel = torch.tensor([[0.1, 0.1, 0.1, -0.3], [0, 0, 0, 0]])
+    assert cancel[0].double().sum() != 0
+    assert not trajectory_group_advantages(cancel, torch.ones(2, 4), group[:2]).any()
+    gone = f64([[1], [7], [1], [2]]), f64([[1], [0], [1], [1]]), torch.zeros(4).long()
+    expected = torch.tensor([[-1.0], [0], [-1], [2]]).double() / 3**0.5
+    close(trajectory_group_advantages(*gone, eps=0.0), expected)
+    big = torch.full((3, 4096), 0.1)  # a float32 sum of these is not exact enough
+    big[:, 0] += torch.tensor([0, 0.001, 0.01])
+    x = trajectory_group_advantages(big, torch.ones(3, 4096), group[:3], eps=0.0)
+    score = big.double().sum(1)
+    close(x[:, 0], ((score - score.mean()) / score.std()).float(), 1e-6)
     half = torch.tensor([[0.1], [0.1]]).bfloat16()
     half[1] *= 1 + torch.finfo(half.dtype).eps  # one rounding step of its own type
     assert half[0] != half[1] and not trajectory_group_advantages(half, one[:2], group[:2]).any()
@@ -157,10 +170,20 @@ def test_trajectory_group_by_hand():
     close(whole, torch.tensor([[0.0], [-1], [1]]), 1e-5)  # integer rewards: a float answer
 
 
+def test_leave_one_out_by_hand():
+    # group 4: 3 - (1 + 5) / 2 = 0, 1 - 4 = -3, 5 - 2 = 3; the lone one 0
+    score, group = f64([3, 2, 1, 5]), torch.tensor([4, 0, 4, 4])
+    close(leave_one_out_advantages(score, group), f64([0, 0, -3, 3]))
+    close(leave_one_out_advantages(score.int(), group), torch.tensor([0.0, 0, -3, 3]))
+    with pytest.raises(ValueError, match="row 1: score is not finite: nan"):
+        leave_one_out_advantages(f64([1, NAN]), group[:2])
+
+
 def test_grow_by_hand():
     # r = 1/4, 1/2, 1 | 0: mean 7/16, squares 21/16 / 4 - 49/256 = 35/256
     success, lengths = torch.tensor([True, False]), torch.tensor([3, 1])
-    r = grow_rewards(success, lengths, gamma=0.5)
+    close(grow_rewards(success, lengths, gamma=0.5), torch.tensor([0.25, 0.5, 1, 0]))  # float32
+    r = grow_rewards(success.double(), lengths.int(), gamma=0.5)
     close(r, f64([0.25, 0.5, 1, 0]))
     trajectory, group = torch.tensor([0, 0, 0, 1]), torch.zeros(4).long()
     close(grow_advantages(r, trajectory, group), f64([-3, 1, 9, -7]) / 35**0.5)
@@ -180,7 +203,19 @@ def test_grow_by_hand():
     five = f64([1, 0, 0, 0, 0])
     close(grow_advantages(five, ids, zero), f64([2, -0.5, -0.5, -0.5, -0.5]))
     close(grow_advantages(five, ids, zero, statistics="balanced"), f64([1, -1, -1, -1, -1]))
-    assert grow_rewards(success.float(), lengths, gamma=0.5).dtype == torch.float32
+    weights = grow_weights(torch.tensor([5, 5, 5, 6, 5, 5]), torch.tensor([0, 0, 1, 1, 2, -3]))
+    close(weights, f64([1 / 8, 1 / 8, 1 / 8, 1 / 8, 1 / 4, 1 / 4]))  # four groups
+    # numbers far from 1: squares that a float64 does not hold; ties below 0; 3 but not 6 eps
+    for scale in (1e-200, 1e200, -1.0):
+        far = grow_advantages(scale * f64([1, 0]), ids[:2], zero[:2])
+        close(far, f64([1, -1]) * (1 if scale > 0 else -1))
+    assert not grow_advantages(f64([-10.1] * 3), ids[:3], zero[:3]).any()
+    for dtype in (torch.float32, torch.float64):
+        for steps, tied in ((3, True), (6, False)):
+            pair = torch.tensor([1, 1 + steps * torch.finfo(dtype).eps], dtype=dtype)
+            for sign in (1, -1):
+                pair_advantages = grow_advantages(sign * pair, ids[:2], zero[:2], ddof=1)
+                assert pair_advantages.any() != tied
     close(grow_rewards(f64([1]), torch.tensor([3]), gamma=0.0), f64([0, 0, 1]))
 
 
@@ -294,6 +329,8 @@ def test_padding_order_and_batch_size_change_nothing():
 def test_dtypes_and_no_gradient(dtype):
     r, v, mask, end, boot = random_batch(6)
     r, v = r.to(dtype), v.to(dtype).requires_grad_()
+    for mixed in ((r.double(), v), (r, v.double())):  # of two types the wider one answers
+        assert all(x.dtype == torch.float64 for x in hybrid_gae(*mixed, mask, end, **HYBRID))
     for cast in (torch.bool, torch.int64, torch.uint8, torch.float32):
         flags = mask.to(cast), end.to(cast)
         actual = torch.stack(hybrid_gae(r, v, *flags, bootstrap=boot, **HYBRID))
@@ -335,7 +372,7 @@ def test_errors_name_the_row(field, t, x, message):
 def test_errors_name_the_argument():
     batch = broken()
     for name, x in (("gamma", 1.1), ("lam", -0.1), ("alpha", NAN), ("token_lam", 2)):
-        with pytest.raises(ValueError, match=f"{name.split('_')[-1]} {x} is outside"):
+        with pytest.raises(ValueError, match=f"^{name} {x} is outside"):
             hybrid_gae(**batch, **{**HYBRID, name: x})
     with pytest.raises(ValueError, match="turn_gamma 1.5 is outside"):
         turn_gae(**batch, gamma=1.0, lam=1.0, turn_gamma=1.5)
@@ -372,7 +409,9 @@ def test_errors_of_the_baselines_and_of_grow():
         (two, ones[:1], r"success \(2,\) and lengths \(1,\)"),
         (two, two, "of an integer type"),
         (two, torch.tensor([1, 0]), "row 1: a trajectory's length is less than 1"),
-        (torch.tensor([0, NAN]), ones, "row 1: success is not finite"),
+        (torch.tensor([0, NAN]), ones, "row 1: success is not a number >= 0: nan"),
+        (torch.tensor([1, -1]), ones, "row 1: success is not a number >= 0: -1"),
+        (two, ones.bool(), "of an integer type"),
     ):
         with pytest.raises(ValueError, match=match):
             grow_rewards(success, lengths, gamma=0.9)
@@ -382,11 +421,19 @@ def test_errors_of_the_baselines_and_of_grow():
         (two[:1], ones, {}, r"rewards \(1,\)"),
         (two, ones[:1], {}, r"trajectory \(1,\)"),
         (torch.tensor([0, INF]), ones, {}, "row 1: rewards are not finite"),
-        (two, ones, dict(ddof=-1), "ddof -1 must be 0 or more"),
+        (two, ones, dict(ddof=-1), "ddof -1 must be 0 or 1"),
+        (two, ones, dict(ddof=NAN), "ddof nan must be 0 or 1"),
+        (two, two, {}, "must both be .S. whole numbers"),
+        (torch.ones(1, 2), torch.ones(1, 2).long(), {}, "must both be .S. whole numbers"),
         (two, ones, dict(statistics="mean"), "statistics 'mean' is unknown; use 'pooled' or"),
     ):
         with pytest.raises(ValueError, match=match):
             grow_advantages(rewards, trajectory, ones, **how)
+    with pytest.raises(ValueError, match="eps -1 a number >= 0"):
+        trajectory_group_advantages(r, mask, group, eps=-1)
+    with pytest.raises(ValueError, match="row 1: rewards are not finite: inf at .1,. .rows: .1, 2"):
+        many = torch.tensor([0.0] + [INF] * 9)
+        grow_advantages(many, torch.arange(10), torch.zeros(10).long())
     with pytest.raises(ValueError, match=r"trajectory \(2,\) and group \(3,\)"):
         grow_weights(ones, torch.ones(3).long())
 
@@ -402,6 +449,7 @@ def test_whiten_by_hand():
     close(whiten(far, torch.ones(1, 3)), torch.tensor([[-1.0, 0, 1]]), 1e-6)
     big = torch.tensor([[4e4, 5e4]], dtype=torch.float16)  # their sum is not a float16
     close(whiten(big, torch.ones(1, 2)), torch.tensor([[-(0.5**0.5), 0.5**0.5]]).half())
+    close(whiten(torch.tensor([[1, 3]]), torch.ones(1, 2)), torch.tensor([[-1, 1]]) * 0.5**0.5)
     with pytest.raises(ValueError, match="row 1: x is not finite"):
         whiten(x, f64([[1, 1, 0], [1, 1, 0]]))
 
@@ -411,6 +459,9 @@ def whiten_rank(rank, path):
     x, mask = torch.load(path / "in.pt")
     part = slice(0, 3) if rank == 0 else slice(3, None)
     empty = mask[part] * (rank == 0)  # rank 1 without a token
+    alone = torch.distributed.new_group([0])  # all ranks must make it, rank 0 alone is in it
+    if rank == 0:
+        torch.save(whiten(x[part], mask[part], dist=alone), path / "alone.pt")
     out = [whiten(x[part], mask[part], dist=torch.distributed),
            whiten(x[part], mask[part], dist=torch.distributed.group.WORLD),
            whiten(x[part], empty, dist=torch.distributed)]
@@ -433,6 +484,7 @@ def test_whiten_two_ranks(tmp_path):
     for i in (0, 1):
         close(torch.cat([part[i] for part in parts]), whiten(x, mask))
     close(torch.cat([part[2] for part in parts])[:3], whiten(x[:3], mask[:3]))
+    close(torch.load(tmp_path / "alone.pt"), whiten(x[:3], mask[:3]))
     assert (whiten(x, mask)[:3] - whiten(x[:3], mask[:3])).abs().max() > 0.01  # ranks do matter
 
 
@@ -475,6 +527,8 @@ def test_policy_stats_by_hand():
     close(stats["approx_kl"].double(), f64((0.5 + math.exp(0.1) - 1.1) / 3), 1e-9)
     close(stats["clipfrac"].double(), f64(2 / 3), 1e-6)
     close(stats["ratio"].double(), f64((2 + 0.5 + math.exp(0.1)) / 3))
+    far = policy_stats(torch.tensor([[200.0]]), torch.tensor([[0.0]]), torch.ones(1, 1), clip=0.2)
+    assert all(x.isfinite() for x in far.values())
 
 
 def test_value_loss_by_hand():
@@ -570,6 +624,20 @@ def test_turn_policy_loss_by_hand():
     close(sum(parts).detach(), loss.detach())
     empty = turn_policy_loss(new, old, advantages, 0 * mask, 0 * end, clip=0.2)
     assert empty == 0
+    for shape in ((0, 3), (2, 0)):
+        none = torch.zeros(shape)
+        assert turn_policy_loss(none, none, none, none, none, clip=0.2) == 0
+    # no dual clip: rho = e^2, A = -1; and no gradient to the old policy
+    two, minus, one = f64([[2]]), f64([[-1]]), f64([[1]])
+    before = f64([[0]]).requires_grad_()
+    loss = turn_policy_loss(two.requires_grad_(), before, minus, one, one, clip=0.2)
+    close(loss, f64(math.exp(2)))
+    loss.backward()
+    assert two.grad.any() and before.grad is None
+    for coef in (NAN, -0.1, 2):
+        with pytest.raises(ValueError, match="thought_coef .* is outside"):
+            turn_policy_loss(new, old, advantages, mask, end, clip=0.2, thought_coef=coef)
+    loss = turn_policy_loss(new, old, advantages, mask, end, clip=0.2)
     for wrong, match in ((dict(turn_end=0 * end), "row 0: a turn has no turn_end"),
                          (dict(turn_end=1 - 0 * end), "row 0: turn_end stands on a token off"),
                          (dict(turn_end=end, thought=2 * mask), "row 0: thought holds"),
@@ -612,6 +680,8 @@ def test_grow_loss_by_hand():
         grow_loss(*batch, clip=0.2, ratio="step")
     with pytest.raises(ValueError, match=r"weights \(1,\) must be \[S\] = \(2,\)"):
         grow_loss(new, old, advantages, weights[:1], mask, clip=0.2)
+    with pytest.raises(ValueError, match="row 0: a weight is below 0: -0.25"):
+        grow_loss(new, old, advantages, -weights, mask, clip=0.2)
     with pytest.raises(ValueError, match="row 1: mask holds"):
         grow_loss(*batch[:4], f64([[1, 1], [1, 3]]), clip=0.2)
     half = [x.bfloat16().requires_grad_() for x in (f64([[0.0, 0]]), f64([[0.0, 0]]))]

@@ -7,7 +7,8 @@ that depends on the hidden bit and on every token. Token 0 ends the reply:
   samples; whether a token is the last is settled by the token itself.
 - ending="settled": one more token follows token 0 (as an end-of-turn token follows </answer>), so
   it is known before the last token that it will be the last.
-Either way the reply stops at `cap` tokens. A reply whose tokens sum to 3 or more ends the episode,
+- ending="fixed": token 0 ends nothing, all replies have `cap` tokens.
+In any case the reply stops at `cap` tokens. A reply whose tokens sum to 3 or more ends the episode,
 so turns and lengths both vary. `paths(world)` lists all trajectories; the tests of the theory in
 test_estimators.py put the real estimators of hygrow.py on them. `python toy.py` prints the bias and
 variance of the advantages with an imperfect critic.
@@ -59,7 +60,7 @@ def paths(world: World) -> Paths:
         context = index.setdefault(history, len(index))
         for token in range(world.vocab):
             now, seen = said + (token,), history + (token + 1,)
-            closed = 0 in (now if world.ending == "sampled" else said)
+            closed = 0 in {"sampled": now, "settled": said, "fixed": ()}[world.ending]
             last = closed or len(now) == world.cap
             earned = reward(turn, hidden, now) if last else 0.3 * math.cos(sum(now) + hidden)
             step = (turn * world.cap + len(said), token, last, earned * (last or world.dense),
@@ -159,7 +160,7 @@ def bias_and_variance(
     path: Paths, logits: Tensor, error: Tensor, *, gamma: float, lam: float, alpha: float,
     anchor: str = "last",
 ) -> dict[str, float]:
-    """What hybrid_gae (token_lam = lam) makes of a critic that is off by `error` [C].
+    """What hybrid_gae (with token_lam = lam) makes of a critic that is off by `error` [C].
 
     Against A*_t = Q_t - V_t, in root mean squares over the tokens that the policy writes:
     bias  E[A_t | history, token] - A*_t;   action_bias  its part that differs between actions of
@@ -219,7 +220,7 @@ def main():
     parser = argparse.ArgumentParser(description=bias_and_variance.__doc__.split("\n")[0])
     parser.add_argument("--gamma", type=float, default=0.95, help="discount of one token")
     parser.add_argument("--noise", type=float, default=0.3, help="std of the critic's fixed error")
-    parser.add_argument("--ending", default="sampled", choices=["sampled", "settled"])
+    parser.add_argument("--ending", default="sampled", choices=["sampled", "settled", "fixed"])
     args = parser.parse_args()
     for anchor in ("last", "first"):
         print(f"anchor={anchor} gamma={args.gamma} critic error={args.noise} ending={args.ending}")

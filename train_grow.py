@@ -52,8 +52,10 @@ from openworld import TASKS
 class Args:
     env: str = "Crafter"
     """World to play: Crafter or CraftingGrid (openworld.py)."""
-    env_options: tuple[str, ...] = ()
-    """Options of the world as name=value, e.g. area=64 paraphrase=True distractors=8."""
+    env_options: tuple[str, ...] = ("brief=True",)
+    """Options of the world as name=value, e.g. area=64 paraphrase=True distractors=8. brief=True: no
+    rules in the prompt, which the tiny model has from its demonstrations; a pretrained model should
+    read them: give --env-options with nothing, or others, behind it."""
     tasks: str = "seen"
     """Tasks that training draws from: seen, unseen, all, a class or a name (openworld.TASKS)."""
     horizon: int = 50
@@ -151,7 +153,7 @@ class Args:
 
     def make_env(self, split: str, tasks: str):
         """The world that --env, --env-options, --horizon and --image-size describe."""
-        options = {"brief": self.model == "tiny"}
+        options = {}
         for option in self.env_options:
             name, equals, value = option.partition("=")
             if not equals:
@@ -395,10 +397,13 @@ def demonstrate(policy, env, seeds, args, each: int = 8) -> tuple[list[Sample], 
 
 
 def cold_start(policy, args, rank, world, log) -> None:
-    """Imitate the scripted expert, and fit the critic to the returns of its episodes."""
+    """Imitate the scripted expert in all tasks, and fit the critic to the returns of its episodes.
+
+    Reinforcement learning then sees --tasks alone: what became of the others is its generalisation.
+    """
     size = max(8, world)  # demonstrations a step, over all processes
     peak = 3e-3 if args.model == "tiny" else args.lr  # from scratch; pretrained weights would break
-    env = args.make_env("train", args.tasks)
+    env = args.make_env("train", "all")
     parameters = list(policy.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=peak, betas=(0.9, 0.95), weight_decay=0.0)
     bar = tqdm(range(args.cold_start), desc="cold start", disable=rank > 0, mininterval=1)

@@ -1,0 +1,268 @@
+"""The GROW training script: groups, samples, parity, invariance, resume, faults, a run that learns."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import train_grow
+from models import collate, load_policy, make_tiny
+from openworld import Crafter
+from train_grow import Args, Episode, Sample
+
+ROOT = Path(__file__).parent
+torch.set_num_threads(1)
+
+
+def small(run: Path, **changes) -> Args:
+    """A run of seconds: random replies of two tokens hardly ever succeed, so a few demonstrations
+    come first, and easy tasks."""
+    settings = dict(tasks="make_wood_pickaxe", horizon=6, groups=4, group_size=3, minibatches=2,
+                    iterations=1, cold_start=20, eval_episodes=1, image_size=45, max_tokens=2,
+                    env_options=("worlds=2", "area=24", "brief=True"), run_dir=str(run))
+    return Args(**{**settings, **changes})
+
+
+def metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def first_gradient(run: Path) -> dict:
+    """AdamW's first moment after one update is a tenth of the clipped gradient."""
+    moments = load_file(run / "step_000001" / "optimizer.safetensors")
+    return {name: x for name, x in moments.items() if name.endswith("exp_avg")}
+
+
+def assert_same_gradient(a: Path, b: Path, tolerance=1e-5):
+    a, b = first_gradient(a), first_gradient(b)
+    assert a.keys() == b.keys() and len(a) > 20
+    scale = max(x.abs().max() for x in a.values())
+    assert scale > 0
+    for name in a:
+        assert (a[name] - b[name]).abs().max() < tolerance * scale, name
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    make_tiny(folder, Crafter().texts, 0, patch=5)
+    policy = load_policy(str(folder))
+    head = policy.lm.get_output_embeddings()  # likelier ends: replies of different length
+    head.bias = torch.nn.Parameter(torch.zeros(head.out_features))
+    head.bias.data[policy.eos] = 5.0
+    return policy
+
+
+@pytest.fixture(scope="module")
+def args(tmp_path_factory):
+    return small(tmp_path_factory.mktemp("run"), horizon=5, max_tokens=3)
+
+
+def test_members_of_a_group_start_alike_and_act_apart(policy, args):
+    """P21: byte-equal first frames, the same world for the same actions, other random numbers."""
+    env = args.make_env("train", "seen")
+    starts = train_grow.start_groups(env, [0, 1], args, first_seed=7)
+    assert len(starts) == 6
+    frames = [observation["image"].tobytes() for _, observation, _ in starts]
+    assert len(set(frames[:3])) == len(set(frames[3:])) == 1 and frames[0] != frames[3]
+    assert len({id(begun[0]) for begun in starts}) == 6
+    later = [begun[0].step("up")[0]["image"].tobytes() for begun in starts[:3]]
+    assert len(set(later)) == 1
+    noise = train_grow.numbers(0, 1, shape=(6, args.horizon, args.max_tokens))
+    played = train_grow.collect(policy, train_grow.start_groups(env, [0, 1], args, 7), args, noise, 1)
+    first = [tuple(e.samples[0].ids.tolist()) for e in played]
+    assert len(set(first[:3])) > 1
+    again = train_grow.collect(policy, train_grow.start_groups(env, [0, 1], args, 7), args, noise, 1)
+    assert [[s.ids.tolist() for s in e.samples] for e in again] == [
+        [s.ids.tolist() for s in e.samples] for e in played]
+
+
+@pytest.mark.parametrize("history", [1, 3])
+def test_samples_are_what_was_seen_and_sampled(policy, args, history):
+    """The training forward of the stored samples gives the log-probs and values of the rollout; a
+    sample holds the last `history` frames and the replies between, and its length does not grow."""
+    args = Args(**{**args.__dict__, "history": history, "micro_batch": 1})
+    env = args.make_env("train", "seen")
+    noise = train_grow.numbers(0, 2, shape=(3, args.horizon, args.max_tokens))
+    starts = train_grow.start_groups(env, [0], args, 3)
+    played = train_grow.collect(policy, starts, args, noise, args.temperature)
+    assert any(e.cut for e in played) and any(e.cut < len(e.samples) for e in played)
+    for episode in played:
+        for t, sample in enumerate(episode.samples):
+            count = min(t + 1, history)
+            assert len(sample.frames) == len(sample.texts) == count == len(sample.past) + 1
+            for k in range(1, count):
+                before = episode.samples[t - k]
+                assert np.array_equal(sample.frames[-1 - k], before.frames[-1])
+                assert torch.equal(sample.past[-k][:len(before.ids)], before.ids)
+                assert sample.past[-k][-1] == policy.eos  # a cut reply is closed, as context
+        batch = collate(train_grow.transcribe(policy, env.system_prompt, episode.samples))
+        out = policy(batch, args.temperature)
+        assert (out["logprobs"] - batch["logprobs"]).abs().max() < 1e-4
+        first = train_grow.first_tokens(batch["mask"]) > 0
+        assert torch.equal(first.sum(1), torch.ones(len(first)).long())
+        assert (out["values"][first] - batch["values"][first]).abs().max() < 1e-4
+        lengths = batch["length"] - torch.tensor([len(s.ids) for s in episode.samples])
+        full = lengths[history - 1:]  # past replies and a notice with the frame differ by a few
+        assert full.max() < full.min() + 10 * history
+
+
+def episode(steps: int, success: bool, values=None) -> Episode:
+    values = values or [0.0] * steps
+    return Episode([Sample([], [], [], value=v) for v in values], success, moves=steps)
+
+
+def test_advantages_by_hand():
+    """Group 0: a success in 2 steps, a failure in 2. gamma 1/2: r = 1/2, 1, 0, 0: mean 3/8, square
+    mean 5/16, variance 11/64."""
+    args = Args(gamma=0.5)
+    episodes, group = [episode(2, True), episode(2, False)], torch.tensor([0, 0])
+    a, w, g = train_grow.advantages_of(episodes, group, args, None)
+    expected = torch.tensor([1.0, 5, -3, -3]).double() / math.sqrt(11)
+    torch.testing.assert_close(a, expected)
+    torch.testing.assert_close(w, torch.full((4,), 0.25).double())
+    for algo, expected in (("grpo_trajectory", [1, 1, -1, -1]), ("rloo", [1, 1, -1, -1])):
+        a, w, _ = train_grow.advantages_of(episodes, group, Args(algo=algo), None)
+        torch.testing.assert_close(a, torch.tensor(expected).double())
+    # ppo, lam 1: G = 1/2, 1, 0, 0; A = G - V, whitened; every sample weighs the same
+    episodes = [episode(2, True, [0.5, 0]), episode(2, False, [1.0, 0])]
+    a, w, g = train_grow.advantages_of(episodes, group, Args(algo="ppo", gamma=0.5, lam=1.0), None)
+    torch.testing.assert_close(g, torch.tensor([0.5, 1, 0, 0]).double())
+    raw = torch.tensor([0, 1, -1, 0]).double()
+    torch.testing.assert_close(a, raw / math.sqrt(2 / 3 + 1e-8))
+    torch.testing.assert_close(w, torch.full((4,), 0.25).double())
+    for algo in ("grow", "grpo_trajectory", "rloo", "ppo"):  # nothing to learn from: no error
+        a, w, g = train_grow.advantages_of([], torch.zeros(0).long(), Args(algo=algo), None)
+        assert len(a) == len(w) == len(g) == 0
+
+
+@pytest.fixture(scope="module")
+def beginner(tmp_path_factory):
+    """A tiny model that has seen demonstrations: some of its episodes succeed, some do not."""
+    run = tmp_path_factory.mktemp("beginner")
+    train_grow.main(small(run, cold_start=60, save_every=1))
+    return run / "step_000000"
+
+
+def again(run: Path, beginner: Path, **changes) -> Args:
+    """Reinforcement learning from the beginner."""
+    return small(run, **{"model": str(beginner), "cold_start": 0, "horizon": 12, **changes})
+
+
+@pytest.mark.parametrize("changes", [{}, dict(ratio="action", kl_coef=0.1), dict(algo="ppo")])
+def test_gradient_does_not_depend_on_micro_batches(tmp_path, beginner, changes):
+    for size in (64, 5):
+        run = tmp_path / str(size)
+        train_grow.main(again(run, beginner, micro_batch=size, minibatches=1, **changes))
+        assert 0 < next(m for m in metrics(run) if "rollout/success" in m)["rollout/success"] < 1
+    assert_same_gradient(tmp_path / "64", tmp_path / "5")
+
+
+def torchrun(processes: int, args: Args) -> str:
+    flags = []
+    for name, value in args.__dict__.items():
+        if value != Args.__dataclass_fields__[name].default:
+            values = value if isinstance(value, tuple) else [str(value)]
+            flags += [f"--{name.replace('_', '-')}", *values]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes),
+               "--standalone", str(ROOT / "train_grow.py"), *flags]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+@pytest.mark.parametrize("algo", ["grow", "ppo"])
+def test_two_processes_are_one(tmp_path, beginner, algo):
+    for processes in (1, 2):
+        torchrun(processes, again(tmp_path / str(processes), beginner, algo=algo, minibatches=1))
+    assert_same_gradient(tmp_path / "1", tmp_path / "2")
+    for one, two in zip(metrics(tmp_path / "1"), metrics(tmp_path / "2")):
+        for name, value in one.items():
+            if "/" in name and not name.startswith(("time/", "memory/")):
+                assert two[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+
+
+def test_resume_is_bit_for_bit(tmp_path, beginner):
+    train_grow.main(again(tmp_path / "whole", beginner, iterations=3, save_every=1))
+    train_grow.main(again(tmp_path / "parts", beginner, iterations=3, save_every=1, eval_every=9))
+    import shutil
+    shutil.rmtree(tmp_path / "parts" / "step_000003")
+    lines = (tmp_path / "parts" / "metrics.jsonl").read_text()
+    train_grow.main(train_grow.parse_args(["--resume", str(tmp_path / "parts")]))
+    for file in ("model", "critic", "optimizer"):
+        a, b = (load_file(tmp_path / run / "step_000003" / f"{file}.safetensors")
+                for run in ("whole", "parts"))
+        assert all(torch.equal(a[name], b[name]) for name in a) and a.keys() == b.keys()
+    strip = lambda text: [{k: v for k, v in json.loads(line).items()
+                           if not k.startswith(("time/", "memory/"))} for line in text.splitlines()]
+    assert strip((tmp_path / "parts" / "metrics.jsonl").read_text()) == strip(lines)
+
+
+@pytest.mark.parametrize("changes", [
+    dict(algo="grpo_trajectory", drop_equal_groups=True), dict(algo="rloo", epochs=2),
+    dict(statistics="balanced", history=2), dict(group_size=1), dict(groups=1, minibatches=8),
+    dict(env_options=("chunk=3", "brief=True"), max_tokens=8),
+    dict(env="CraftingGrid", tasks="seen", env_options=("distractors=0",), cold_start=2),
+])
+def test_variants_run(tmp_path, beginner, changes):
+    start = beginner if changes.get("env", "Crafter") == "Crafter" else "tiny"
+    train_grow.main(again(tmp_path, start, **changes))
+    record = next(m for m in metrics(tmp_path) if "rollout/success" in m)
+    assert all(value is None or math.isfinite(value) for value in record.values())
+    assert record["optim/skipped"] == 0
+
+
+def test_faulty_world_is_counted_and_survived(tmp_path, beginner, monkeypatch, capfd):
+    """A world that raises in reset or in step costs its episode, never the run."""
+    step, clone, count = Crafter.step, Crafter.clone, iter(range(10**9))
+
+    def break_sometimes(env, reply):
+        if next(count) % 9 == 4:
+            raise RuntimeError("renderer lost")
+        return step(env, reply)
+
+    monkeypatch.setattr(Crafter, "step", break_sometimes)
+    train_grow.main(again(tmp_path, beginner, iterations=1))
+    record = next(m for m in metrics(tmp_path) if "rollout/success" in m)
+    assert 0 < record["rollout/env_faults"] <= 12
+    assert "episode dropped, Crafter raised RuntimeError('renderer lost')" in capfd.readouterr().err
+    monkeypatch.setattr(Crafter, "step", step)
+    reset = Crafter.reset
+
+    def no_start(env, **how):
+        if how["seed"] % 2:
+            raise RuntimeError("no world")
+        return reset(env, **how)
+
+    monkeypatch.setattr(Crafter, "reset", no_start)
+    train_grow.main(again(tmp_path / "reset", beginner, iterations=1))
+    record = next(m for m in metrics(tmp_path / "reset") if "rollout/success" in m)
+    assert record["rollout/env_faults"] == 6  # two of four groups, three members each
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--algo", "sarsa"], "--algo 'sarsa' is none of grow, grpo_trajectory, rloo, ppo"),
+    (["--gamma", "1.5"], "--gamma 1.5 is outside"),
+    (["--tasks", "fly"], "tasks='fly' is not in Crafter"),
+    (["--horizon", "0"], "--horizon 0 must be at least 1"),
+    (["--env-options", "horizon=3"], "--env-options horizon is not set there; see --horizon"),
+    (["--env-options", "area"], "'area' is not of the form name=value"),
+])
+def test_wrong_flags_are_refused_with_a_sentence(flags, message, capsys):
+    with pytest.raises(SystemExit):
+        train_grow.parse_args(flags)
+    printed = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert message in printed
+
+
+def test_metric_table_of_the_readme_is_complete(beginner):
+    names = {name for record in metrics(beginner.parent) for name in record if "/" in name}
+    readme = (ROOT / "README.md").read_text()
+    missing = [name for name in names if f"`{name}`" not in readme]
+    assert not missing, missing
