@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -41,11 +43,11 @@ def first_gradient(run: Path) -> dict:
 
 def assert_same_gradient(a: Path, b: Path, tolerance=1e-5):
     a, b = first_gradient(a), first_gradient(b)
-    assert a.keys() == b.keys() and len(a) > 20
     scale = max(x.abs().max() for x in a.values())
-    assert scale > 0
-    for name in a:
-        assert (a[name] - b[name]).abs().max() < tolerance * scale, name
+    assert scale > 0 and len(a) > 20
+    for name in a.keys() | b.keys():  # what has no gradient is left out by one process, 0 by two
+        x, y = (part.get(name, torch.zeros(())) for part in (a, b))
+        assert (x - y).abs().max() < tolerance * scale, name
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +193,6 @@ def test_two_processes_are_one(tmp_path, beginner, algo):
 def test_resume_is_bit_for_bit(tmp_path, beginner):
     train_grow.main(again(tmp_path / "whole", beginner, iterations=3, save_every=1))
     train_grow.main(again(tmp_path / "parts", beginner, iterations=3, save_every=1, eval_every=9))
-    import shutil
     shutil.rmtree(tmp_path / "parts" / "step_000003")
     lines = (tmp_path / "parts" / "metrics.jsonl").read_text()
     train_grow.main(train_grow.parse_args(["--resume", str(tmp_path / "parts")]))
@@ -262,7 +263,8 @@ def test_wrong_flags_are_refused_with_a_sentence(flags, message, capsys):
 
 
 def test_metric_table_of_the_readme_is_complete(beginner):
-    names = {name for record in metrics(beginner.parent) for name in record if "/" in name}
+    names = {re.sub("_(embodied|craft|combat|gui)$", "_KIND", name.replace("eval_unseen", "eval"))
+             for record in metrics(beginner.parent) for name in record if "/" in name}
     readme = (ROOT / "README.md").read_text()
     missing = [name for name in names if f"`{name}`" not in readme]
     assert not missing, missing
