@@ -160,7 +160,7 @@ def rl4vlm_gae(
         delta_k = r_{e_k} + gamma V_{b_{k+1}} - V_{b_k}          V_{b_{K+1}} is bootstrap
         A_k     = delta_k + gamma lam A_{k+1}                    copied to each token of the turn
         G_{b_k} = A_k + V_{b_k}                                  0 elsewhere
-    value_loss wants a mask of first tokens. Rewards elsewhere than on turn ends are not read.
+    Give value_loss turn_start as its mask. Rewards elsewhere than on turn ends are not read.
     Source: RL4VLM, arXiv 2405.10292. Pinned by test_vectors and test_rl4vlm_by_hand.
     """
     _check(gamma=gamma, lam=lam)
@@ -170,6 +170,19 @@ def rl4vlm_gae(
     delta = _pack(r, end) + gamma * _next(value, after) - value
     advantage = _backward(delta, torch.full_like(delta, gamma * lam)).gather(1, turn)  # [B, N]
     return restore(advantage), restore((advantage + v) * start)
+
+
+def turn_start(mask: Tensor, turn_end: Tensor) -> Tensor:
+    """b_k: the first generated token of each turn. mask, turn_end [B, T] -> [B, T] bool.
+
+    Pinned by test_rl4vlm_by_hand and test_8_group_estimators.
+    """
+    mask = _as_bool("mask", mask, turn_end=turn_end)
+    _ahead(turn_end, mask)  # refuses ends that do not fit
+    count = mask.cumsum(1)  # [B, T] generated tokens up to here
+    done = (count * (turn_end != 0)).cummax(1).values if mask.numel() else count  # in ended turns
+    before = done.roll(1, 1) * (torch.arange(mask.shape[1], device=mask.device) > 0)
+    return mask & (count - before == 1)
 
 
 def masked_reinforce(

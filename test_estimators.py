@@ -14,6 +14,7 @@ import toy
 from hygrow import (
     bi_level_gae, grow_advantages, grow_loss, grow_rewards, grow_weights, hybrid_gae,
     masked_reinforce, rl4vlm_gae, token_gae, trajectory_group_advantages, turn_gae,
+    turn_start,
 )
 from toy import Recurrent, Tabular, World, paths
 
@@ -713,5 +714,6 @@ def test_8_group_estimators():
         for t in mask[b].nonzero().flatten().tolist():
             first[b, t], fresh = float(fresh), bool(end[b, t])
     close(vlm[1], turns[1] * first)
+    assert torch.equal(turn_start(mask, end), first > 0)
     close(masked_reinforce(r, mask, gamma=0.9, bootstrap=boot),
           token_gae(r, 0 * v.nan_to_num(), mask, gamma=0.9, lam=1.0, bootstrap=boot))

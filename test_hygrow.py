@@ -19,8 +19,8 @@ import mutants
 from hygrow import (
     bi_level_gae, grow_advantages, grow_loss, grow_rewards, grow_weights, hybrid_gae, kl_terms,
     masked_mean, masked_reinforce, policy_loss, policy_stats, rl4vlm_gae, token_gae,
-    leave_one_out_advantages, trajectory_group_advantages, turn_gae, turn_policy_loss, value_loss,
-    whiten,
+    leave_one_out_advantages, trajectory_group_advantages, turn_gae, turn_policy_loss, turn_start,
+    value_loss, whiten,
 )
 from test_estimators import close, f64, random_batch
 
@@ -111,6 +111,14 @@ def test_rl4vlm_by_hand():
     advantages, returns = rl4vlm_gae(R, V, MASK, END, **HALF)
     close(advantages, f64([[2.25, 2.25, 0, 3, 3, 3]]))
     close(returns, f64([[3.25, 0, 0, 6, 0, 0]]))
+    assert turn_start(MASK, END).tolist() == [[True, False, False, True, False, False]]
+    # prompts in front and between, a turn of one token, a row without any
+    mask, end = f64([[0, 1, 1, 0, 0, 1, 0, 1], [0] * 8]), f64([[0, 0, 1, 0, 0, 1, 0, 1], [0] * 8])
+    expected = torch.tensor([[0, 1, 0, 0, 0, 1, 0, 1], [0] * 8]).bool()
+    assert torch.equal(turn_start(mask, end), expected)
+    assert turn_start(mask[:, :0], end[:, :0]).shape == (2, 0)
+    with pytest.raises(ValueError, match="row 0: a turn has no turn_end"):
+        turn_start(mask, 0 * end)
 
 
 def test_reinforce_by_hand():
