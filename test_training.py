@@ -288,6 +288,18 @@ def test_sampled_ids_are_the_trained_ids(policy):
     assert policy.tokenizer(texts[0][1])["input_ids"] != sampled
 
 
+def test_frames_are_processed_as_by_the_processor(policy):
+    """The short cut for frames that fit the tiny model gives what the processor gives."""
+    frames = np.random.default_rng(0).integers(0, 256, (3, 56, 84, 3), dtype=np.uint8)
+    out = policy.processor(images=list(frames), return_tensors="pt",
+                           input_data_format="channels_last", do_resize=False)
+    pixels, grids = zip(*policy.process_images(list(frames)))
+    assert torch.equal(torch.stack(grids), out["image_grid_thw"])
+    torch.testing.assert_close(torch.cat(pixels), out["pixel_values"], atol=1e-6, rtol=1e-6)
+    sizes = [frames[0], frames[1][:28]]  # of two sizes: the long way
+    assert [len(p) for p, _ in policy.process_images(sizes)] == [6, 3]
+
+
 def test_tiny_model_is_small_real_and_lossless(folders, policy):
     assert sum(p.numel() for p in policy.parameters()) < 3e6
     assert type(policy.lm).__name__ == "Qwen2VLForConditionalGeneration"
@@ -427,7 +439,8 @@ def finish(run: subprocess.Popen, seconds: float) -> str:
 
 def test_gradient_does_not_depend_on_micro_batches(tmp_path):
     for name, size in (("one", 8), ("three", 3)):
-        train_hygae.main(small(tmp_path / name, micro_batch=size, kl_coef=0.1,
+        # no cold start: Adam's first steps would blow up the rounding that differs
+        train_hygae.main(small(tmp_path / name, micro_batch=size, kl_coef=0.1, cold_start=0,
                                bootstrap_truncated=True))
     assert_same_gradient(first_gradient(tmp_path / "one"), first_gradient(tmp_path / "three"))
 
@@ -436,7 +449,7 @@ def test_two_processes_are_one(tmp_path):
     """Same seed, same global batch: 1 and 2 gloo processes have the same first-update gradient, and
     log the same, its norm before clipping included."""
     for processes in (1, 2):
-        run = torchrun(processes, small(tmp_path / str(processes)))
+        run = torchrun(processes, small(tmp_path / str(processes), cold_start=0))  # as above
         finish(run, 120)
     assert_same_gradient(first_gradient(tmp_path / "1"), first_gradient(tmp_path / "2"))
     logs = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("1", "2")]
