@@ -147,7 +147,7 @@ def test_1_token_and_turn_gradient_are_the_same(name, net, gamma):
 def test_1_a_constant_discount_per_turn_is_another_objective(name, gamma):
     """With g^k in place of prod_{j<k} gamma^I_j, R_k as before, a part of the true gradient is
     missing whatever the value g and the scale: lengths that vary need gamma^I. How much depends on
-    how much they vary (here 1 to 3 tokens): 0.1 to 3 % for gamma = 0.9, 0.2 to 10 % for 0.5,
+    how much they vary (here 1 to 3 tokens): 0.1 to 3 % for gamma = 0.9, 0.3 to 10 % for 0.5,
     over five policies of each kind. With one length, g = gamma^I is the same objective."""
 
     def missing(name, net, seed):
