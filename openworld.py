@@ -156,7 +156,8 @@ class OpenWorld(TurnEnv):
     and answer; else it is the bare actions. image_size: side of the frame in px, best a multiple of
     9. paraphrase: the instruction is drawn from all that the task has, else it is the first.
     brief: leave rules and the list of actions out of the system prompt, for a model that has them
-    from its demonstrations.
+    from its demonstrations. marks: each cell of the frame carries its column and row in its upper
+    edge, for a model without positions of its own (Qwen2-VL has relative ones alone).
 
     A world sets kinds (of its tasks), actions, rules, example, `_wait` (what an invalid reply does)
     _start(task, seed)   build the start in `_state`
@@ -165,6 +166,7 @@ class OpenWorld(TurnEnv):
     _dead()              True where the player has died
     _target()            (is it in view, steps to the nearest in view or None)
     _position()          (x, y) of the player or the cursor
+    _think()             what the expert says it sees, true words without tags
     _plan(state)         what the expert would do, as far as it can tell; at least one action
     _frame()             uint8 [side, side, 3]
     """
@@ -176,6 +178,7 @@ class OpenWorld(TurnEnv):
         "image_size": (None, 45, 2048),
         "paraphrase": (False, False, True),
         "brief": (False, False, True),
+        "marks": (False, False, True),
     }
     side = ROWS * 28  # one visual token a cell
 
@@ -205,7 +208,8 @@ class OpenWorld(TurnEnv):
     def texts(self) -> list[str]:
         """All that the world says and wants to hear: the vocabulary of a model made for it."""
         says = [line for t in TASKS.values() if t.kind in self.kinds for line in t.says]
-        return [self.system_prompt, *NOTICES, *says, ", ".join(self.actions)]
+        seen = " ".join(["no", *map(str, range(1, 10)), *SIDES, *self.things])
+        return [self.system_prompt, *NOTICES, *says, ", ".join(self.actions), seen]
 
     def reset(self, *, seed: int | None = None, options: dict | None = None):
         """Start an episode -> observation, info as of `step`.
@@ -273,7 +277,10 @@ class OpenWorld(TurnEnv):
         return (chosen, "") if len(chosen) <= self.chunk else (None, NOTICES[2])
 
     def _observe(self, notice):
-        return {"image": self._frame(), "text": f"{notice}{self.instruction}"}
+        frame = self._frame()
+        if self.marks:
+            frame = sims.marked(frame, self._unit)
+        return {"image": frame, "text": f"{notice}{self.instruction}"}
 
     def _info(self, valid, done):
         visible, distance = self._target()
@@ -295,14 +302,16 @@ class OpenWorld(TurnEnv):
         """
         self._check_running()
         check_option("noise", noise, 0.0, 1.0)
-        chosen = []
+        chosen, thought = [], self._think() if self.think else ""
         for action in self._plan(self._state)[: self.chunk]:
             if self._dice.random() < noise:
                 chosen.append(self.actions[self._dice.integers(len(self.actions))])
                 break
             chosen.append(action)
         words = ", ".join(chosen)
-        return f"<think>{self.task.target}</think><answer>{words}</answer>" if self.think else words
+        if not self.think:
+            return words
+        return f"<think>{thought}</think><answer>{words}</answer>"
 
 
 NOTICES = ("Invalid reply. ", "Unknown action. ", "Too many actions. ")
@@ -340,6 +349,8 @@ class Crafter(OpenWorld):
     rules = ("You live in a world of tiles. Moving into what blocks only turns you. Do uses, "
              "collects or hits what you face; stone, table, furnace, plant are placed there.")
     _wait = "wait"
+    things = (*sims.constants.materials, "void", "zombie", "skeleton", "cow", "arrow", "asleep",
+              "ripe")  # words of the expert's thoughts
 
     options = OpenWorld.options | {"area": (32, 24, 128), "worlds": (64, 1, 100_000)}
 
@@ -401,6 +412,31 @@ class Crafter(OpenWorld):
         return self._state.frame(seen, self._unit, self.image_size or self.side, self._key)
 
     # The scripted expert: reads self._ground, self._things and the inventory, all in the frame
+
+    def _think(self):
+        """The tile ahead, the four around (left, right, up, down), what is wanted and where the
+        nearest one in view is: "tree grass tree water grass; tree 2 left 1 up"."""
+        facing = self._things[HERE[0]][HERE[1]].removeprefix("player-")
+        around = {side: self._name(HERE[0] + dx, HERE[1] + dy) for side, (dx, dy) in SIDES.items()}
+        ahead = around.get(facing, "asleep")
+        verb, what = self._aim(self.task.event)
+        wanted = what if isinstance(what, str) else what[0]
+        cells = self._find(wanted) if verb in ("do", "near") else []
+        steps = flood([HERE], self._free() | {HERE} | set(cells))
+        if cells:
+            x, y = min(cells, key=lambda at: (steps.get(at, 99), at))
+            ways = ((HERE[0] - x, "left"), (x - HERE[0], "right"), (HERE[1] - y, "up"),
+                    (y - HERE[1], "down"))
+            where = "".join(f" {n} {way}" for n, way in ways if n > 0)
+        else:
+            where = "" if verb in ("act", "place") else " no"
+        words = [ahead, *around.values()]
+        return f"{' '.join(words)}; {wanted.replace('-', ' ')}{where}"
+
+    def _name(self, x, y):
+        """What shows at a cell of the view, in one word."""
+        name = self._things[x][y] or self._ground[x][y] or "void"
+        return {"plant-ripe": "ripe"}.get(name, name).split("-")[0]
 
     def _find(self, name):
         """The cells in view where such a material, free of things, or such a thing shows."""
@@ -537,6 +573,7 @@ class CraftingGrid(OpenWorld):
 
     kinds = ("gui",)
     actions = ("left", "right", "up", "down", "take", "put", "craft")
+    things = tuple(word for item in (*sims.ITEMS, *sims.RECIPES) for word in item.split("_"))
     example = ("up", "take")
     rules = ("You have a window with 3 x 3 crafting slots, an inventory below and a cursor. Take "
              "lifts a stack, put lays down one item, craft works on the output slot.")
@@ -579,6 +616,12 @@ class CraftingGrid(OpenWorld):
 
     def _frame(self):
         return self._state.frame(self._unit, self.image_size or self.side)
+
+    def _think(self):
+        """What the recipe still wants, and how far the cursor must go to the next slot."""
+        path = self._plan(self._state)[:-1]
+        way = "".join(f" {path.count(side)} {side}" for side in SIDES if side in path)
+        return f"{self.task.target.replace('_', ' ')};{way}"
 
     def _plan(self, bench):
         """The moves to the next slot and what to do there; the whole window is in the frame."""

@@ -311,6 +311,21 @@ def mosaic(rows) -> np.ndarray:
     return np.concatenate([np.concatenate(row, axis=1) for row in rows])
 
 
+def marked(frame, unit: int) -> np.ndarray:
+    """A copy in which the upper edge of each cell shows where it is: nine places, one of them white,
+    in the first line for the column, in the second for the row."""
+    frame, border = frame.copy(), (len(frame) - ROWS * unit) // 2
+    width = max(unit // WIDE, 1)  # px a mark
+    for row in range(ROWS):
+        for column in range(WIDE):
+            y, x = border + row * unit, border + column * unit
+            for line, at in ((0, column), (1, row)):
+                edge = frame[y + line * width : y + (line + 1) * width, x : x + unit]
+                edge[:] = 0
+                edge[:, at * width : (at + 1) * width] = 255
+    return frame
+
+
 def framed(picture, side: int) -> np.ndarray:
     """Centred in a black square, where side is no multiple of the cells."""
     border = side - len(picture)

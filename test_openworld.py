@@ -20,7 +20,7 @@ import openworld
 import sims
 from envs import make_env
 from openworld import TASKS, Crafter, CraftingGrid
-from sims import BAG, CRAFT, HAND, OUT, Bench, Sim
+from sims import BAG, CRAFT, HAND, HERE, OUT, SIDES, Bench, Sim
 
 FEW = {"worlds": 4}  # maps take .2 s each
 OUTDOOR = [name for name, task in TASKS.items() if task.kind != "gui"]
@@ -632,6 +632,57 @@ def test_expert_replies_are_valid(options):
                 if ended or truncated:
                     break
         assert most == options.get("chunk", 1)
+
+
+@pytest.mark.parametrize("kind", [Crafter, CraftingGrid])
+def test_thoughts_are_true_and_in_the_vocabulary(kind):
+    """The tile ahead and around, and the way to a nearest target, as the frame has them."""
+    env = kind(tasks="all", think=True, **(FEW if kind is Crafter else {}))
+    words, found = set(" ".join(env.texts).replace(",", " ").replace(".", " ").split()), 0
+    for seed in range(30):
+        env.reset(seed=seed)
+        for _ in range(5):
+            reply = env.expert_reply(0.3)
+            thought = reply.split("<think>")[1].split("</think>")[0]
+            assert set(thought.replace(";", " ").split()) <= words, thought
+            if kind is Crafter:
+                around, way = thought.split("; ")
+                ahead, *four = around.split()
+                for (dx, dy), name in zip(SIDES.values(), four):
+                    at = HERE[0] + dx, HERE[1] + dy
+                    shown = env._things[at[0]][at[1]] or env._ground[at[0]][at[1]] or "void"
+                    assert name in shown
+                facing = env._things[HERE[0]][HERE[1]].removeprefix("player-")
+                assert ahead == (four[list(SIDES).index(facing)] if facing in SIDES else "asleep")
+                numbers = [int(word) for word in way.split() if word.isdigit()]
+                if numbers:
+                    found += 1
+                    steps = [word for word in way.split() if word in SIDES]
+                    x = HERE[0] + sum(n * SIDES[side][0] for n, side in zip(numbers, steps))
+                    y = HERE[1] + sum(n * SIDES[side][1] for n, side in zip(numbers, steps))
+                    what = way.split(f" {numbers[0]}")[0].replace(" ", "-")
+                    assert what in (env._things[x][y], env._ground[x][y])
+            if any(env.step(reply)[2:4]):
+                break
+    assert kind is CraftingGrid or found > 20
+
+
+@pytest.mark.parametrize("size", [252, 126, 130])
+def test_marks_say_where_a_cell_is(size):
+    plain, marked = (Crafter(image_size=size, marks=marks, **FEW) for marks in (False, True))
+    plain, marked = (env.reset(seed=1)[0]["image"] for env in (plain, marked))
+    unit, border = size // 9, (size - size // 9 * 9) // 2
+    width = unit // 9
+    for row in range(9):
+        for column in range(9):
+            cell = slice(border + row * unit, border + (row + 1) * unit), slice(
+                border + column * unit, border + (column + 1) * unit)
+            lines = marked[cell][: 2 * width]
+            assert (lines[0] == 255).all(1).nonzero()[0].tolist() == [
+                *range(column * width, (column + 1) * width)]
+            assert (lines[-1] == 255).all(1).nonzero()[0].tolist() == [
+                *range(row * width, (row + 1) * width)]
+            assert (marked[cell][2 * width:] == plain[cell][2 * width:]).all()
 
 
 def test_noise_makes_the_expert_worse():

@@ -52,10 +52,11 @@ from openworld import TASKS
 class Args:
     env: str = "Crafter"
     """World to play: Crafter or CraftingGrid (openworld.py)."""
-    env_options: tuple[str, ...] = ("brief=True",)
-    """Options of the world as name=value, e.g. area=64 paraphrase=True distractors=8. brief=True: no
-    rules in the prompt, which the tiny model has from its demonstrations; a pretrained model should
-    read them: give --env-options with nothing, or others, behind it."""
+    env_options: tuple[str, ...] = ("brief=True", "think=True", "marks=True")
+    """Options of the world as name=value, e.g. area=64 paraphrase=True distractors=8. The defaults
+    help the tiny model: no rules in the prompt (it has them from its demonstrations), a thought
+    before the action, cells that carry their place. A pretrained model should read the rules: give
+    --env-options with nothing, or others, behind it."""
     tasks: str = "seen"
     """Tasks that training draws from: seen, unseen, all, a class or a name (openworld.TASKS)."""
     horizon: int = 50
@@ -102,7 +103,7 @@ class Args:
     """Optimiser steps a pass."""
     micro_batch: int = 64
     """Samples a forward pass on one process; changes memory and speed, not the gradient."""
-    max_tokens: int = 4
+    max_tokens: int = 24
     """Longest reply in tokens; a longer one is cut and counted."""
     temperature: float = 1.0
     """Sampling temperature; the policy that is trained is softmax(logits / temperature)."""
@@ -112,10 +113,10 @@ class Args:
     """Gradient clipping; an update whose gradient is not finite is skipped and counted."""
     iterations: int = 60
     """Iterations of reinforcement learning."""
-    cold_start: int = 400
+    cold_start: int = 1000
     """Supervised steps (of 8 samples from each of 8 demonstrations) before; 0 for none. Their
     learning rate is 3e-3 for the tiny model, else --lr."""
-    demo_noise: float = 0.1
+    demo_noise: float = 0.5
     """Share of random actions in the demonstrations."""
     eval_every: int = 20
     """Iterations between evaluations on held-out worlds, seen and unseen tasks."""
