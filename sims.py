@@ -312,7 +312,7 @@ def mosaic(rows) -> np.ndarray:
 
 
 def marked(frame, unit: int) -> np.ndarray:
-    """A copy in which the upper edge of each cell shows where it is: nine places, one of them white,
+    """A copy where the upper edge of each cell shows where it is: nine places, one of them white,
     in the first line for the column, in the second for the row."""
     frame, border = frame.copy(), (len(frame) - ROWS * unit) // 2
     width = max(unit // WIDE, 1)  # px a mark
