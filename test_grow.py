@@ -1,4 +1,4 @@
-"""The GROW training script: groups, samples, parity, invariance, resume, faults, a run that learns."""
+"""The GROW training script: groups, samples, parity, invariance, resume, faults."""
 
 import json
 import math
@@ -26,7 +26,8 @@ def small(run: Path, **changes) -> Args:
     """A run of seconds: random replies of two tokens hardly ever succeed, so a few demonstrations
     come first, and easy tasks."""
     settings = dict(tasks="make_wood_pickaxe", horizon=6, groups=4, group_size=3, minibatches=2,
-                    iterations=1, cold_start=20, eval_episodes=1, image_size=45, max_tokens=2,
+                    iterations=1, cold_start=20, demo_noise=0.1, eval_episodes=1, image_size=45,
+                    max_tokens=2,
                     env_options=("worlds=2", "area=24", "brief=True"), run_dir=str(run))
     return Args(**{**settings, **changes})
 
@@ -77,10 +78,12 @@ def test_members_of_a_group_start_alike_and_act_apart(policy, args):
     later = [begun[0].step("up")[0]["image"].tobytes() for begun in starts[:3]]
     assert len(set(later)) == 1
     noise = train_grow.numbers(0, 1, shape=(6, args.horizon, args.max_tokens))
-    played = train_grow.collect(policy, train_grow.start_groups(env, [0, 1], args, 7), args, noise, 1)
+    starts = train_grow.start_groups(env, [0, 1], args, 7)
+    played = train_grow.collect(policy, starts, args, noise, 1)
     first = [tuple(e.samples[0].ids.tolist()) for e in played]
     assert len(set(first[:3])) > 1
-    again = train_grow.collect(policy, train_grow.start_groups(env, [0, 1], args, 7), args, noise, 1)
+    starts = train_grow.start_groups(env, [0, 1], args, 7)
+    again = train_grow.collect(policy, starts, args, noise, 1)
     assert [[s.ids.tolist() for s in e.samples] for e in again] == [
         [s.ids.tolist() for s in e.samples] for e in played]
 
@@ -148,13 +151,14 @@ def test_advantages_by_hand():
 def beginner(tmp_path_factory):
     """A tiny model that has seen demonstrations: some of its episodes succeed, some do not."""
     run = tmp_path_factory.mktemp("beginner")
-    train_grow.main(small(run, cold_start=60, save_every=1))
+    train_grow.main(small(run, cold_start=200, save_every=1))
     return run / "step_000000"
 
 
 def again(run: Path, beginner: Path, **changes) -> Args:
     """Reinforcement learning from the beginner."""
-    return small(run, **{"model": str(beginner), "cold_start": 0, "horizon": 12, **changes})
+    return small(run, **{"model": str(beginner), "cold_start": 0, "horizon": 20,
+                          **changes})
 
 
 @pytest.mark.parametrize("changes", [{}, dict(ratio="action", kl_coef=0.1), dict(algo="ppo")])
