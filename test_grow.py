@@ -225,7 +225,7 @@ def test_variants_run(tmp_path, beginner, changes):
 
 def test_faulty_world_is_counted_and_survived(tmp_path, beginner, monkeypatch, capfd):
     """A world that raises in reset or in step costs its episode, never the run."""
-    step, clone, count = Crafter.step, Crafter.clone, iter(range(10**9))
+    step, count = Crafter.step, iter(range(10**9))
 
     def break_sometimes(env, reply):
         if next(count) % 9 == 4:

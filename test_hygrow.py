@@ -2,7 +2,6 @@
 losses, whitening over two ranks, and errors. The theory is tested in test_estimators.py."""
 
 import ast
-import inspect
 import json
 import math
 import re

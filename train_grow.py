@@ -726,10 +726,10 @@ def main(args: Args) -> dict:
             for minibatch in range(args.minibatches):
                 mb_inds = (place == minibatch).nonzero().flatten()
                 for inds in mb_inds.split(args.micro_batch) if len(mb_inds) else ():
-                    script = transcribe(policy, env.system_prompt, [samples[i] for i in inds])
-                    old = collate(script)
-                    new = policy(old, args.temperature)
-                    old = {k: v.to(device) for k, v in old.items() if torch.is_tensor(v)}
+                    scripts = transcribe(policy, env.system_prompt, [samples[i] for i in inds])
+                    part = collate(scripts)
+                    old = {k: v.to(device) for k, v in part.items() if torch.is_tensor(v)}
+                    new = policy(part, args.temperature)
                     mask = old["mask"]
                     w = (args.minibatches * weights[inds]).float().to(device)  # [S], the mean of J
                     policy_loss = hygrow.grow_loss(
@@ -747,7 +747,7 @@ def main(args: Args) -> dict:
                         )
                     if reference is not None:
                         with torch.no_grad():
-                            anchor = reference(collate(script), args.temperature)["logprobs"]
+                            anchor = reference(part, args.temperature)["logprobs"]
                         kl = hygrow.kl_terms(new["logprobs"], anchor, mask)[2]  # k3
                         kl = (per_token * kl).sum()
                     loss = (policy_loss + args.value_coef * value_loss + args.kl_coef * kl
