@@ -88,7 +88,7 @@ def test_members_of_a_group_start_alike_and_act_apart(policy, args):
         [s.ids.tolist() for s in e.samples] for e in played]
 
 
-@pytest.mark.parametrize("history", [1, 3])
+@pytest.mark.parametrize("history", [1, 3, 4])
 def test_samples_are_what_was_seen_and_sampled(policy, args, history):
     """The training forward of the stored samples gives the log-probs and values of the rollout; a
     sample holds the last `history` frames and the replies between, and its length does not grow."""

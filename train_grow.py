@@ -272,7 +272,8 @@ def collect(policy, envs, args, uniforms, temperature) -> list[Episode]:
         for rows in (live[low:low + many] for low in range(0, len(live), many)):
             samples = []
             for i in rows:
-                recent, observation = past[i][len(past[i]) + 1 - args.history:], seen_now[i][0]
+                recent = past[i][max(len(past[i]) + 1 - args.history, 0):]
+                observation = seen_now[i][0]
                 frames, texts, replies = ([x[k] for x in recent] for k in range(3))
                 samples.append(Sample([*frames, observation["image"]],
                                       [*texts, observation["text"]], replies))
@@ -347,14 +348,16 @@ def evaluate(policy, args, env, rank, world, episodes: int, away: bool = False) 
     plays = [(task, k) for task in env.tasks for k in range(episodes)]
     noise = numbers(EVAL, shape=(len(plays), args.horizon, args.max_tokens))
     mine = list(range(rank, len(plays), world))
-    total = torch.zeros(len(env.tasks), 9, dtype=torch.float64)
+    total = torch.zeros(len(env.tasks), 10, dtype=torch.float64)
     for low in range(0, len(mine), 64):
         rows = mine[low:low + 64]
         starts = [start(env.clone(), plays[row][1], plays[row][0], away) for row in rows]
         for row, episode in zip(rows, collect(policy, starts, args, noise[rows], args.temperature)):
+            task = env.tasks.index(plays[row][0])
             if episode.fault:
+                total[task, 9] += 1
                 continue
-            total[env.tasks.index(plays[row][0])] += torch.tensor([
+            total[task, :9] += torch.tensor([
                 1, episode.success, episode.success * episode.moves, episode.valid,
                 len(episode.samples), sum(episode.locked), len(episode.locked),
                 episode.found is not None, episode.found or 0], dtype=torch.float64)
@@ -367,6 +370,7 @@ def evaluate(policy, args, env, rank, world, episodes: int, away: bool = False) 
            "valid": (everything[3] / everything[4].clamp(min=1)).item(),
            "locking": (everything[5] / everything[6].clamp(min=1)).item(),
            "reacquired": (everything[7] / everything[0].clamp(min=1)).item(),
+           "env_faults": everything[9].item(),
            "reacquire_steps": (everything[8] / everything[7].clamp(min=1)).item()}
     for kind in dict.fromkeys(kinds):
         chosen = [i for i, k in enumerate(kinds) if k == kind]
@@ -654,6 +658,7 @@ def main(args: Args) -> dict:
                 lost = evaluate(policy, args, held_out, rank, world, episodes, away=True)
                 rates |= {name: lost[name] for name in ("reacquired", "reacquire_steps")}
                 rates["success_away"] = lost["success"]
+                rates["away_left_out"] = lost["env_faults"]  # no place out of the target's sight
             name = "eval" if tasks == args.tasks else f"eval_{tasks}"
             by_task = rates.pop("by_task")
             result |= {f"{name}/{key}": value for key, value in rates.items()}
