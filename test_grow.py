@@ -72,18 +72,18 @@ def test_members_of_a_group_start_alike_and_act_apart(policy, args):
     env = args.make_env("train", "seen")
     starts = train_grow.start_groups(env, [0, 1], args, first_seed=7)
     assert len(starts) == 6
-    frames = [observation["image"].tobytes() for _, observation, _ in starts]
+    frames = [begun.observation["image"].tobytes() for begun in starts]
     assert len(set(frames[:3])) == len(set(frames[3:])) == 1 and frames[0] != frames[3]
-    assert len({id(begun[0]) for begun in starts}) == 6
-    later = [begun[0].step("up")[0]["image"].tobytes() for begun in starts[:3]]
+    assert len({id(begun.env) for begun in starts}) == 6
+    later = [begun.env.step("up")[0]["image"].tobytes() for begun in starts[:3]]
     assert len(set(later)) == 1
     noise = train_grow.numbers(0, 1, shape=(6, args.horizon, args.max_tokens))
-    starts = train_grow.start_groups(env, [0, 1], args, 7)
-    played = train_grow.collect(policy, starts, args, noise, 1)
+    played = train_grow.start_groups(env, [0, 1], args, 7)
+    train_grow.collect(policy, played, args, noise, 1)
     first = [tuple(e.samples[0].ids.tolist()) for e in played]
     assert len(set(first[:3])) > 1
-    starts = train_grow.start_groups(env, [0, 1], args, 7)
-    again = train_grow.collect(policy, starts, args, noise, 1)
+    again = train_grow.start_groups(env, [0, 1], args, 7)
+    train_grow.collect(policy, again, args, noise, 1)
     assert [[s.ids.tolist() for s in e.samples] for e in again] == [
         [s.ids.tolist() for s in e.samples] for e in played]
 
@@ -95,8 +95,8 @@ def test_samples_are_what_was_seen_and_sampled(policy, args, history):
     args = Args(**{**args.__dict__, "history": history, "micro_batch": 1})
     env = args.make_env("train", "seen")
     noise = train_grow.numbers(0, 2, shape=(3, args.horizon, args.max_tokens))
-    starts = train_grow.start_groups(env, [0], args, 3)
-    played = train_grow.collect(policy, starts, args, noise, args.temperature)
+    played = train_grow.start_groups(env, [0], args, 3)
+    train_grow.collect(policy, played, args, noise, args.temperature)
     assert any(e.cut for e in played) and any(e.cut < len(e.samples) for e in played)
     for episode in played:
         for t, sample in enumerate(episode.samples):
@@ -120,7 +120,8 @@ def test_samples_are_what_was_seen_and_sampled(policy, args, history):
 
 def episode(steps: int, success: bool, values=None) -> Episode:
     values = values or [0.0] * steps
-    return Episode([Sample([], [], [], value=v) for v in values], success, moves=steps)
+    samples = [Sample([], [], [], value=v) for v in values]
+    return Episode(samples=samples, success=success, moves=steps)
 
 
 def test_advantages_by_hand():
@@ -236,7 +237,7 @@ def test_faulty_world_is_counted_and_survived(tmp_path, beginner, monkeypatch, c
     train_grow.main(again(tmp_path, beginner, iterations=1))
     record = next(m for m in metrics(tmp_path) if "rollout/success" in m)
     assert 0 < record["rollout/env_faults"] <= 12
-    assert "episode dropped, Crafter raised RuntimeError('renderer lost')" in capfd.readouterr().err
+    assert "episode dropped, Crafter.step raised RuntimeError('renderer lost')" in capfd.readouterr().err
     monkeypatch.setattr(Crafter, "step", step)
     reset = Crafter.reset
 

@@ -111,17 +111,18 @@ class Args:
     """AdamW learning rate, annealed linearly to a tenth."""
     max_grad_norm: float = 1.0
     """Gradient clipping; an update whose gradient is not finite is skipped and counted."""
-    iterations: int = 60
+    iterations: int = 50
     """Iterations of reinforcement learning."""
-    cold_start: int = 1000
-    """Supervised steps (of 8 samples from each of 8 demonstrations) before; 0 for none. Their
+    cold_start: int = 2000
+    """Supervised steps (of 3 samples from each of 8 demonstrations) before; 0 for none. Their
     learning rate is 3e-3 for the tiny model, else --lr."""
-    demo_noise: float = 0.5
+    demo_noise: float = 0.7
     """Share of random actions in the demonstrations."""
-    eval_every: int = 20
+    eval_every: int = 10
     """Iterations between evaluations on held-out worlds, seen and unseen tasks."""
-    eval_episodes: int = 16
-    """Episodes a task of an evaluation; the last one uses twice as many."""
+    eval_episodes: int = 8
+    """Episodes a task of an evaluation and of a diagnostic; success before and after reinforcement
+    learning is measured on three times as many."""
     save_every: int = 10
     """Iterations between checkpoints; the newest two are kept."""
     seed: int = 1
@@ -152,7 +153,7 @@ class Args:
             need(name, known.__contains__, f"is none of {', '.join(known)}")
         self.make_env("train", self.tasks)  # refuses unknown names before anything is spent
 
-    def make_env(self, split: str, tasks: str):
+    def make_env(self, split: str, tasks: str, **changes):
         """The world that --env, --env-options, --horizon and --image-size describe."""
         options = {}
         for option in self.env_options:
@@ -163,7 +164,7 @@ class Args:
                 raise ValueError(f"--env-options {name} is not set there; see {flag(name)}, --env")
             options[name] = parse_value(value)
         return make_env(self.env, split=split, tasks=tasks, horizon=self.horizon,
-                        image_size=self.image_size, **options)
+                        image_size=self.image_size, **options | changes)
 
 
 def flag(name: str) -> str:
@@ -224,6 +225,11 @@ class Sample:
 
 @dataclass
 class Episode:
+    """One member's play, and where it stands; the tests also build it from samples alone."""
+
+    env: object = None
+    observation: dict | None = None  # what is seen now
+    info: dict | None = None
     samples: list = field(default_factory=list)
     success: bool = False
     moves: int = 0  # actions of the world; with --env-options chunk=N more than samples
@@ -254,30 +260,25 @@ def transcribe(policy, system: str, samples: list[Sample]) -> list[Transcript]:
 
 
 @torch.no_grad()
-def collect(policy, envs, args, uniforms, temperature) -> list[Episode]:
-    """Play on in each env from its start (None: it failed at that) -> an Episode each.
+def collect(policy, episodes: list[Episode], args, uniforms, temperature) -> None:
+    """Play every started episode to its end, in place.
 
-    envs: (env, observation, info), see `start`; uniforms [len(envs), horizon, max_tokens]: the
-    sampling noise. An env that raises ends its episode, which is counted and not learned from.
+    uniforms [len(episodes), horizon, max_tokens]: the sampling noise. An env that raises ends its
+    episode, which is counted and not learned from.
     """
-    episodes = [Episode(fault=begun is None) for begun in envs]
-    live = [i for i, begun in enumerate(envs) if begun is not None]
-    seen_now = [begun and begun[1:] for begun in envs]  # (observation, info)
-    past = [[] for _ in envs]  # (frame, text, reply ids) of the steps before, newest last
+    live = [i for i, episode in enumerate(episodes) if not episode.fault]
+    past = [[] for _ in episodes]  # (frame, text, reply ids) of the steps before, newest last
     many = 4 * args.micro_batch  # without gradients more fit
     for step in range(args.horizon):
-        if not live:
-            break
         going = []
         for rows in (live[low:low + many] for low in range(0, len(live), many)):
             samples = []
             for i in rows:
                 recent = past[i][max(len(past[i]) + 1 - args.history, 0):]
-                observation = seen_now[i][0]
+                now = episodes[i].observation
                 frames, texts, replies = ([x[k] for x in recent] for k in range(3))
-                samples.append(Sample([*frames, observation["image"]],
-                                      [*texts, observation["text"]], replies))
-            system = envs[rows[0]][0].system_prompt
+                samples.append(Sample([*frames, now["image"]], [*texts, now["text"]], replies))
+            system = episodes[rows[0]].env.system_prompt
             dialogue = Dialogue(policy, len(rows), system)
             dialogue.resume(scripts := transcribe(policy, system, samples))
             replies = dialogue.reply(args.max_tokens, uniforms[rows, step], temperature)
@@ -286,73 +287,81 @@ def collect(policy, envs, args, uniforms, temperature) -> list[Episode]:
                 sample.ids, sample.logprobs = script.ids[last], script.logprobs[last]
                 sample.value = float(script.values[last][0])
                 past[i].append((sample.frames[-1], sample.texts[-1], torch.cat(script.ids[last:])))
-                if play(args, envs[i][0], reply, sample, episodes[i], seen_now, i):
+                if play(episodes[i], reply, sample):
                     going.append(i)
                 episodes[i].cut += script.cut
         live = going
-    return episodes
 
 
-def play(args, env, reply: str, sample: Sample, episode: Episode, seen_now: list, i: int) -> bool:
-    """One step of env i, entered in its episode -> whether it goes on."""
-    before = seen_now[i][1]["target_distance"]
+def play(episode: Episode, reply: str, sample: Sample) -> bool:
+    """One step of an episode -> whether it goes on."""
+    before = episode.info["target_distance"]
     try:
-        observation, _, ended, truncated, info = env.step(reply)
+        episode.observation, _, ended, truncated, info = episode.env.step(reply)
     except Exception as fault:  # a simulator may fail in any way; training goes on
-        print(f"episode dropped, {args.env} raised {fault!r}", file=sys.stderr, flush=True)
+        report(episode.env, "step", fault)
         episode.fault = True
         return False
     episode.samples.append(sample)
     episode.valid += info["valid"]
-    episode.success, episode.moves = bool(info["success"]), info["moves"]
+    episode.success, episode.moves, episode.info = bool(info["success"]), info["moves"], info
     if before is not None and not ended:
         after = info["target_distance"]
         episode.locked.append(after is not None and after <= before)
     if info["target_visible"] and episode.found is None:
         episode.found = len(episode.samples)
-    seen_now[i] = observation, info
     return not (ended or truncated)
 
 
-def start(env, seed: int, task: str | None = None, away: bool = False):
-    """Reset -> (env, observation, info), or None where that raised or could not be done.
+def report(env, where: str, fault: Exception) -> None:
+    print(f"episode dropped, {type(env).__name__}.{where} raised {fault!r}", file=sys.stderr,
+          flush=True)
+
+
+def start(env, seed: int, task: str | None = None, away: bool = False) -> Episode:
+    """Reset -> an Episode; with `fault` where that raised or could not be done.
 
     away: the player is moved to where no target is in view.
     """
     try:
         observation, info = env.reset(seed=seed, options={"task": task} if task else None)
-        if away and (observation := env.teleport_away()) is None:
-            return None
-        return env, observation, info | ({"target_distance": None} if away else {})
+        if away:
+            observation, info = env.teleport_away(), info | {"target_distance": None}
     except Exception as fault:  # as in `play`
-        print(f"episode dropped, reset({seed}) raised {fault!r}", file=sys.stderr, flush=True)
-        return None
+        report(env, f"reset({seed})", fault)
+        return Episode(env, fault=True)
+    return Episode(env, observation, info, fault=observation is None)
 
 
-def start_groups(env, groups: list[int], args, first_seed: int) -> list:
+def start_groups(env, groups: list[int], args, first_seed: int) -> list[Episode]:
     """Each group's world is made once and cloned for its members: they start alike."""
-    starts = []
+    episodes = []
     for group in groups:
         first = start(env, first_seed + group)
-        starts += [first and (first[0].clone(), *first[1:]) for _ in range(args.group_size)]
-    return starts
+        for _ in range(args.group_size):
+            member = env if first.fault else first.env.clone()
+            episodes.append(Episode(member, first.observation, first.info, fault=first.fault))
+    return episodes
 
 
 # ------------------------------------------------------------------------------------- evaluate
-def evaluate(policy, args, env, rank, world, episodes: int, away: bool = False) -> dict:
+def evaluate(policy, args, env, rank, world, episodes: int, *, temperature=None,
+             away: bool = False) -> dict:
     """Play `episodes` of each task of a held-out world -> rates by task and by class.
 
-    The same worlds and random numbers at every call and for every --seed. away: the player is first
-    moved to where no target is in view (Crafter): the re-acquisition diagnostic of the paper.
+    The same worlds and random numbers at every call and for every --seed. temperature: default
+    --temperature; 0 is greedy. away: the player is first moved to where no target is in view.
     """
+    temperature = args.temperature if temperature is None else temperature
     plays = [(task, k) for task in env.tasks for k in range(episodes)]
     noise = numbers(EVAL, shape=(len(plays), args.horizon, args.max_tokens))
     mine = list(range(rank, len(plays), world))
     total = torch.zeros(len(env.tasks), 10, dtype=torch.float64)
     for low in range(0, len(mine), 64):
         rows = mine[low:low + 64]
-        starts = [start(env.clone(), plays[row][1], plays[row][0], away) for row in rows]
-        for row, episode in zip(rows, collect(policy, starts, args, noise[rows], args.temperature)):
+        episodes = [start(env.clone(), plays[row][1], plays[row][0], away) for row in rows]
+        collect(policy, episodes, args, noise[rows], temperature)
+        for row, episode in zip(rows, episodes):
             task = env.tasks.index(plays[row][0])
             if episode.fault:
                 total[task, 9] += 1
@@ -364,14 +373,13 @@ def evaluate(policy, args, env, rank, world, episodes: int, away: bool = False) 
     total = all_reduce_sum(total)
     kinds = [TASKS[name].kind for name in env.tasks]
     rates = total[:, 1] / total[:, 0].clamp(min=1)
-    everything = total.sum(0)
-    out = {"success": rates.mean().item(),
-           "steps": (everything[2] / everything[1].clamp(min=1)).item(),
-           "valid": (everything[3] / everything[4].clamp(min=1)).item(),
-           "locking": (everything[5] / everything[6].clamp(min=1)).item(),
-           "reacquired": (everything[7] / everything[0].clamp(min=1)).item(),
-           "env_faults": everything[9].item(),
-           "reacquire_steps": (everything[8] / everything[7].clamp(min=1)).item()}
+    everything = total.sum(0).tolist()
+    fine, won, moves, valid, replies, locked, in_view, found, searched, faults = everything
+    out = {"success": rates.mean().item(), "steps": moves / max(won, 1),
+           "valid": valid / max(replies, 1), "locking": locked / max(in_view, 1),
+           "env_faults": faults}
+    if away:
+        out |= {"reacquired": found / max(fine, 1), "reacquire_steps": searched / max(found, 1)}
     for kind in dict.fromkeys(kinds):
         chosen = [i for i, k in enumerate(kinds) if k == kind]
         out[f"success_{kind}"] = rates[chosen].mean().item()
@@ -379,8 +387,29 @@ def evaluate(policy, args, env, rank, world, episodes: int, away: bool = False) 
     return out
 
 
+def diagnose(policy, args, tasks: str, rank, world) -> dict:
+    """The paper's diagnostics that need episodes of their own, and greedy success -> metrics.
+
+    Crafter: from a start with no target in view, is one found again, and after how many replies?
+    CraftingGrid: success among 0, 3 or 8 stacks that the recipe does not need.
+    """
+    held_out, episodes = args.make_env("eval", tasks), args.eval_episodes
+    greedy = evaluate(policy, args, held_out, rank, world, episodes, temperature=0.0)
+    out = {"greedy_success": greedy["success"]}
+    if hasattr(held_out, "teleport_away"):
+        lost = evaluate(policy, args, held_out, rank, world, episodes, away=True)
+        out |= {name: lost[name] for name in ("reacquired", "reacquire_steps")}
+        out |= {"away_success": lost["success"],
+                "away_left_out": lost["env_faults"]}  # no place out of the target's sight
+    for count in (0, 3, 8) if "distractors" in held_out.options else ():
+        crowded = args.make_env("eval", tasks, distractors=count)
+        among = evaluate(policy, args, crowded, rank, world, episodes)
+        out[f"distractors_{count}_success"] = among["success"]
+    return out
+
+
 # ----------------------------------------------------------------------------------- cold start
-def demonstrate(policy, env, seeds, args, each: int = 8) -> tuple[list[Sample], list[float]]:
+def demonstrate(policy, env, seeds, args, each: int = 3) -> tuple[list[Sample], list[float]]:
     """`each` random samples of an expert episode a seed, and gamma^(H - t) x success of each."""
     samples, targets = [], []
     for seed in seeds:
@@ -648,27 +677,25 @@ def main(args: Args) -> dict:
     say(f"{args.env}, {args.model} model, {size:,} parameters, {world} process(es), folder {run}")
     began, first, evaluation = time.time(), 1, {}
 
-    def measure(label: str, iteration: int, episodes: int) -> dict:
-        """Success on held-out worlds, seen and unseen tasks; printed and logged."""
+    def measure(label: str, iteration: int, thorough: bool = False) -> dict:
+        """Success on held-out worlds, seen and unseen tasks; printed and logged.
+
+        thorough, before and after reinforcement learning: the curve's ends and the diagnostics.
+        """
         result, lines = {"iteration": iteration, "label": label}, []
         for tasks in dict.fromkeys([args.tasks, "unseen"]):
-            held_out = args.make_env("eval", tasks)
-            rates = evaluate(policy, args, held_out, rank, world, episodes)
-            if hasattr(held_out, "teleport_away"):
-                lost = evaluate(policy, args, held_out, rank, world, episodes, away=True)
-                rates |= {name: lost[name] for name in ("reacquired", "reacquire_steps")}
-                rates["success_away"] = lost["success"]
-                rates["away_left_out"] = lost["env_faults"]  # no place out of the target's sight
             name = "eval" if tasks == args.tasks else f"eval_{tasks}"
-            by_task = rates.pop("by_task")
+            rates = evaluate(policy, args, args.make_env("eval", tasks), rank, world,
+                             args.eval_episodes * (3 if thorough else 1))
+            result[f"{name}_by_task"] = rates.pop("by_task")
+            if thorough:
+                rates |= diagnose(policy, args, tasks, rank, world)
             result |= {f"{name}/{key}": value for key, value in rates.items()}
-            result[f"{name}_by_task"] = by_task
-            kinds = ", ".join(f"{key[8:]} {value:.1%}" for key, value in rates.items()
-                              if key.startswith("success_"))
-            lines.append(f"{tasks} tasks {rates['success']:.1%} in {rates['steps']:.1f} steps "
-                         f"({kinds}), locking {rates['locking']:.1%}, valid {rates['valid']:.1%}")
+            shown = (f"{key} {value:.1f}" if key.endswith("steps") else f"{key} {value:.1%}"
+                     for key, value in rates.items() if key not in ("env_faults", "away_left_out"))
+            lines.append(f"\n  {tasks} tasks: {', '.join(shown)}")
         result["time/seconds"] = time.time() - began
-        say(f"[{result['time/seconds']:4.0f} s] {label}: " + "; ".join(lines))
+        say(f"[{result['time/seconds']:4.0f} s] {label}{''.join(lines)}")
         if rank == 0:
             log(result, iteration)
         return result
@@ -680,7 +707,7 @@ def main(args: Args) -> dict:
         if args.resume:
             say(f"{run} has no checkpoint yet: it starts again")
         cold_start(policy, args, rank, world, log)
-        evaluation = measure("cold start" if args.cold_start else "start", 0, args.eval_episodes)
+        evaluation = measure("cold start" if args.cold_start else "start", 0, thorough=True)
         if args.kl_coef:
             save_reference(policy, rank, run)
             reference = load_reference(args, device, run)
@@ -695,8 +722,8 @@ def main(args: Args) -> dict:
         noise = numbers(ACT, args.seed, iteration, shape=(
             args.groups * args.group_size, args.horizon, args.max_tokens))
         first_seed = seeded(ACT, args.seed) % 10**9 + iteration * args.groups
-        starts = start_groups(env, groups, args, first_seed)
-        played = collect(policy, starts, args, noise[rows], args.temperature)
+        played = start_groups(env, groups, args, first_seed)
+        collect(policy, played, args, noise[rows], args.temperature)
 
         # 2. Score: log-probs and values were read while sampling; here, which episodes count
         kept = [(row, e) for row, e in zip(rows, played) if not e.fault]
@@ -780,7 +807,7 @@ def main(args: Args) -> dict:
             )
 
         # 5. Log: sums over all episodes, samples, minibatches and ranks, one division
-        metrics = iteration_metrics(env, played, starts, advantages, losses, reference_kl,
+        metrics = iteration_metrics(env, played, advantages, losses, reference_kl,
                                     args.epochs * args.minibatches)
         now = time.time()
         metrics |= {
@@ -798,8 +825,7 @@ def main(args: Args) -> dict:
             log(metrics, iteration)
         if iteration % args.eval_every == 0 or iteration == args.iterations:
             last = iteration == args.iterations
-            evaluation = measure("end" if last else f"iteration {iteration}", iteration,
-                                 args.eval_episodes * (2 if last else 1))
+            evaluation = measure("end" if last else f"iteration {iteration}", iteration, last)
 
         # 6. Save
         if rank == 0 and (iteration % args.save_every == 0 or iteration == args.iterations):
@@ -812,13 +838,13 @@ def main(args: Args) -> dict:
     return evaluation
 
 
-def iteration_metrics(env, played, starts, advantages, losses, reference_kl, updates: int) -> dict:
+def iteration_metrics(env, played, advantages, losses, reference_kl, updates: int) -> dict:
     """Means from the sums over all ranks; the README's table says each one's unit and reduction."""
     kinds = list(dict.fromkeys(TASKS[name].kind for name in env.tasks))
     by_kind = torch.zeros(len(kinds), 2, dtype=torch.float64)
-    for begun, episode in zip(starts, played):
+    for episode in played:
         if not episode.fault:
-            kind = kinds.index(TASKS[begun[0].task.name].kind)
+            kind = kinds.index(episode.env.task.kind)
             by_kind[kind] += torch.tensor([episode.success, 1.0])
     fine = [e for e in played if not e.fault]
     wins = [e for e in fine if e.success]
