@@ -1,28 +1,42 @@
-"""Measurements, not tests: how fast are the estimator, the rollout and the update.
+"""Measurements, not tests: speed of estimator and rollout, cost of an update.
 
-    python bench.py                      # a freshly made tiny model
-    python bench.py --model runs/NAME/step_000100
+    python bench.py speed                # a freshly made tiny model
+    python bench.py speed --model runs/NAME/step_000100
+    python bench.py memory               # GROW's update against the episode's length
+    python plot.py memory --data runs/bench_memory.json --out docs/grow_memory.png
 
-Rollout: tokens/s of `models.Dialogue` against calling `model.generate` afresh for the whole
+speed: tokens/s of `models.Dialogue` against calling `model.generate` afresh for the whole
 conversation at every turn, as turn-based agents usually do: the same model, batch, levels and reply
 limit, in turn in one process. Quote the ratio, not the seconds: machines are noisy.
+
+memory: peak memory and seconds of one update (forward, loss, backward, optimiser step) on one
+episode of each length, as GROW's state-action samples and as one whole conversation.
 """
 
+import json
+import multiprocessing
+import os
+import signal
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import tyro
 
 import hygrow
+import train_grow
 from models import Dialogue, Policy, Transcript, collate
+from train_grow import Sample, advantages_of, peak_memory, transcribe
 from train_hygae import Args, build_policy
 
 
 @dataclass(frozen=True)
-class Bench:
+class Speed:
+    """Tokens a second of the rollout, and seconds of hybrid_gae."""
+
     model: str = "tiny"
     """As in train_hygae.py."""
     env: str = "FrozenLake"
@@ -35,6 +49,29 @@ class Bench:
     """Measurements of each; the best one counts."""
     threads: int = 1
     """Torch threads."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peak memory and seconds of one update against the length of the episode (Crafter)."""
+
+    lengths: tuple[int, ...] = (25, 50, 100, 200)
+    """Steps of the episode; each is measured in both layouts."""
+    micro_batch: int = 16
+    """State-action samples a forward pass; fewer than --lengths, or there is but one."""
+    model: str = "tiny"
+    """As in train_grow.py."""
+    threads: int = 1
+    """Torch threads."""
+    out: str = "runs/bench_memory.json"
+    """File to write, for plot.py."""
+
+    def __post_init__(self):
+        for name, low in (("lengths", min(self.lengths, default=0)), ("threads", self.threads),
+                          ("micro_batch", self.micro_batch)):
+            if low < 1:
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"{flag} {getattr(self, name)} must be at least 1")
 
 
 def generate_afresh(policy: Policy, scripts: list[Transcript], limit: int) -> list[list[int]]:
@@ -96,7 +133,7 @@ def play(policy: Policy, envs: list, limit: int, ours: bool) -> tuple[int, float
     return int(sum(float(m.sum()) for script in scripts for m in script.mask)), seconds, turn
 
 
-def main(bench: Bench) -> None:
+def speed(bench: Speed) -> None:
     torch.set_num_threads(bench.threads)
     B, T = 128, 2400
     generator = torch.Generator().manual_seed(0)
@@ -128,5 +165,154 @@ def main(bench: Bench) -> None:
     print(f"rollout, ratio: {rate['models.Dialogue'] / rate['generate afresh every turn']:.1f}x")
 
 
+# --------------------------------------------------------------------------------------- memory
+LAYOUTS = ("state-action samples", "whole trajectory")
+MB = 2**20
+
+
+def play_steps(policy: Policy, env, steps: int, noise: float) -> list[Sample]:
+    """So many steps of the noisy expert in training worlds, as samples of history 1.
+
+    Where an episode ends earlier the next one follows: what an update costs depends on the number
+    of frames and tokens, not on whether they belong together.
+    """
+    samples, over, seed = [], True, 0
+    while len(samples) < steps:
+        if over:
+            (seen, _), seed = env.reset(seed=seed), seed + 1
+        reply = env.expert_reply(noise=noise)
+        ids = policy.tokenizer(reply, add_special_tokens=False)["input_ids"] + [policy.eos]
+        old = torch.zeros(len(ids))  # log-probs: their values do not matter for the cost
+        samples.append(Sample([seen["image"]], [seen["text"]], [], torch.tensor(ids), old))
+        seen, _, ended, truncated, _ = env.step(reply)
+        over = ended or truncated
+    return samples
+
+
+def conversation(policy: Policy, system: str, samples: list[Sample]) -> Transcript:
+    """All steps as turns of one conversation, as agents train without the decomposition."""
+    script = Transcript()
+    images = policy.process_images([sample.frames[0] for sample in samples])
+    for sample, image in zip(samples, images):
+        policy.show(script, system, sample.texts[0], *image)
+        script.reply(sample.ids, sample.logprobs)
+    return script
+
+
+def update(policy, optimizer, system: str, samples: list[Sample], layout: str, args) -> int:
+    """One optimiser step on one successful episode, as phase 4 of train_grow.py -> its tokens."""
+    whole, size, tokens = layout == "whole trajectory", args.micro_batch, 0
+    if whole:  # one row, one advantage: GRPO on the trajectory
+        pieces, advantages, weights = [samples], torch.ones(1), torch.ones(1)
+    else:
+        pieces = [samples[low:low + size] for low in range(0, len(samples), size)]
+        episode = train_grow.Episode(samples, success=True)
+        advantages, weights, _ = advantages_of([episode], torch.tensor([0]), args, None)
+    for piece, a, w in zip(pieces, advantages.split(size), weights.split(size)):
+        what = policy, system, piece
+        part = collate([conversation(*what)] if whole else transcribe(*what))
+        tokens += int(part["length"].sum())
+        new = policy(part, args.temperature)
+        mask, old = (part[name].to(policy.device) for name in ("mask", "logprobs"))
+        a, w = (x.float().to(policy.device) for x in (a, w))
+        loss = hygrow.grow_loss(new["logprobs"], old, a, w, mask, clip=args.clip, ratio=args.ratio)
+        entropy = (w[:, None] / mask.sum(1, keepdim=True) * new["entropy"] * mask).sum()
+        (loss - args.entropy_coef * entropy).backward()
+    torch.nn.utils.clip_grad_norm_(list(policy.parameters()), args.max_grad_norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return tokens
+
+
+def resident(device) -> float:
+    """MB held now, where `peak_memory` says how many there ever were."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device) / MB
+    statm = Path("/proc/self/statm")  # Linux; elsewhere the peak so far has to do
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / MB
+    return peak_memory(device)
+
+
+def measure(options: Memory, layout: str, steps: int, pipe) -> None:
+    """Send the cost of one update through `pipe`, or None if it does not fit."""
+    torch.set_num_threads(options.threads)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    args = train_grow.Args(model=options.model, micro_batch=options.micro_batch, horizon=steps)
+    env = args.make_env("train", args.tasks)
+    with tempfile.TemporaryDirectory() as folder:
+        policy = train_grow.build_policy(args, 0, device, Path(folder), None)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr)
+    samples = play_steps(policy, env, steps, args.demo_noise)
+    what = (policy, optimizer, env.system_prompt)
+    try:
+        update(*what, samples[:2], layout, args)  # loads code, makes the optimiser's state
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        before, start = resident(device), time.perf_counter()
+        tokens = update(*what, samples, layout, args)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    except RuntimeError as error:  # of CUDA, of the CPU's allocator
+        if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
+            raise
+        pipe.send(None)
+        return
+    seconds, total = time.perf_counter() - start, peak_memory(device)
+    pipe.send({"tokens": tokens, "peak_mb": total - before, "total_mb": total, "seconds": seconds})
+
+
+def fresh(options: Memory, layout: str, steps: int) -> dict | None:
+    """`measure` in a process of its own, whose peak is that of nothing else; None: did not fit.
+
+    Forked from a server that has imported everything and done nothing, which spares the import.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([Path(__file__).stem])
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=measure, args=(options, layout, steps, send))
+    process.start()
+    send.close()  # the process holds the other end: if it dies, `recv` ends
+    try:
+        result = receive.recv()
+    except EOFError:
+        result = None
+    process.join()
+    if process.exitcode not in (0, -signal.SIGKILL):  # killed: by the system, for its memory
+        raise SystemExit(f"bench.py: {layout}, {steps} steps failed, code {process.exitcode}")
+    return result
+
+
+def memory(options: Memory) -> list[dict]:
+    """Measure, print a table, write --out."""
+    # glibc's heap keeps what was freed, differently at every run; so tensors do without it. Their
+    # memory goes back at once, and the peak is what is held. That takes time: up to twice as much.
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")
+    print("| layout | steps | tokens | peak of the update, MB | whole process, MB | seconds |")
+    print("|---|---|---|---|---|---|")
+    rows = []
+    for layout in LAYOUTS:
+        for steps in options.lengths:
+            result = fresh(options, layout, steps)
+            rows.append({"layout": layout, "steps": steps, "fits": result is not None})
+            if result is None:
+                print(f"| {layout} | {steps} | | did not fit | | |", flush=True)
+                continue
+            rows[-1] |= result
+            print(f"| {layout} | {steps} | {result['tokens']:,} | {result['peak_mb']:,.0f} | "
+                  f"{result['total_mb']:,.0f} | {result['seconds']:.1f} |", flush=True)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    content = {"options": asdict(options), "device": device, "rows": rows}
+    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+    Path(options.out).write_text(json.dumps(content, indent=1))
+    return rows
+
+
 if __name__ == "__main__":
-    main(tyro.cli(Bench, description=__doc__))
+    command = tyro.cli(
+        Annotated[Speed, tyro.conf.subcommand("speed")]
+        | Annotated[Memory, tyro.conf.subcommand("memory")],
+        description=__doc__,
+    )
+    {Speed: speed, Memory: memory}[type(command)](command)

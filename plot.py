@@ -1,8 +1,9 @@
-"""Pictures of a run: its learning curve, and one episode on a held-out level.
+"""Pictures of a run: its learning curve, and one episode on a held-out level; of measurements.
 
     python plot.py curve --runs runs/A runs/B runs/C --out docs/curve.png
     python plot.py episode --run runs/A --level 3 --out docs/episode.png
     python plot.py summary --runs runs/A runs/B runs/C
+    python plot.py memory --data runs/bench_memory.json --out docs/grow_memory.png
 """
 
 import json
@@ -55,6 +56,16 @@ class Summary:
 
     runs: tuple[str, ...]
     """Run folders."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peak memory and seconds of an update against the episode's length, as bench.py measured."""
+
+    data: str = "runs/bench_memory.json"
+    """What `bench.py memory` wrote."""
+    out: str = "docs/grow_memory.png"
+    """Picture to write."""
 
 
 def read(run: str) -> tuple[dict, list[dict]]:
@@ -145,11 +156,37 @@ def summary(options: Summary) -> None:
         print(f"| {name} | " + " | ".join(f"{x:.1%}" for x in row[:4]) + f" | {row[4]:.1f} |")
 
 
+def memory(options: Memory) -> None:
+    if not Path(options.data).exists():
+        raise SystemExit(f"plot.py: no file {options.data}; `python bench.py memory` writes one")
+    content = json.loads(Path(options.data).read_text())
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3.6), constrained_layout=True)
+    for axis, name, label in ((axes[0], "peak_mb", "peak memory of the update, MB"),
+                              (axes[1], "seconds", "seconds of the update")):
+        for layout in dict.fromkeys(row["layout"] for row in content["rows"]):
+            rows = [row for row in content["rows"] if row["layout"] == layout]
+            large = [str(row["steps"]) for row in rows if not row["fits"]]
+            rows = [row for row in rows if row["fits"]]
+            note = f" (did not fit: {', '.join(large)})" if large else ""
+            axis.plot([row["steps"] for row in rows], [row[name] for row in rows], "o-",
+                      label=layout + note)
+        axis.set(xlabel="steps of the episode", ylabel=label, xlim=(0, None), ylim=(0, None))
+        axis.grid(alpha=0.3)
+    axes[0].legend(loc="upper left")
+    settings = content["options"]
+    figure.suptitle(f"one update on one episode: {settings['model']} model, {content['device']}, "
+                    f"micro-batches of {settings['micro_batch']}", fontsize=10)
+    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(options.out, dpi=130)
+
+
 if __name__ == "__main__":
     command = tyro.cli(
         Annotated[Curve, tyro.conf.subcommand("curve")]
         | Annotated[Episode, tyro.conf.subcommand("episode")]
-        | Annotated[Summary, tyro.conf.subcommand("summary")],
+        | Annotated[Summary, tyro.conf.subcommand("summary")]
+        | Annotated[Memory, tyro.conf.subcommand("memory")],
         description=__doc__,
     )
-    {Curve: curve, Episode: episode, Summary: summary}[type(command)](command)
+    draw = {Curve: curve, Episode: episode, Summary: summary, Memory: memory}
+    draw[type(command)](command)

@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import bench
+import plot
 import train_grow
 from models import collate, load_policy, make_tiny
 from openworld import Crafter
@@ -265,6 +267,27 @@ def test_wrong_flags_are_refused_with_a_sentence(flags, message, capsys):
         train_grow.parse_args(flags)
     printed = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert message in printed
+
+
+def test_memory_of_an_update_against_the_length_of_the_episode(tmp_path):
+    """bench.py writes what plot.py draws; a conversation's tokens are those of its samples, less
+    the system prompts; two micro-batches do not need more than one."""
+    data, picture = tmp_path / "memory.json", tmp_path / "memory.png"
+    command = [sys.executable, ROOT / "bench.py", "memory", "--lengths", "8", "16",
+               "--micro-batch", "8", "--out", data]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    rows = json.loads(data.read_text())["rows"]
+    assert printed.count("\n") == 2 + len(rows)
+    cost = {(row["layout"], row["steps"]): row for row in rows}
+    assert cost.keys() == {(layout, n) for layout in bench.LAYOUTS for n in (8, 16)}
+    for row in rows:
+        assert row["fits"] and row["seconds"] > 0 and 0 < row["peak_mb"] < row["total_mb"]
+    samples, trajectory = ([cost[layout, n] for n in (8, 16)] for layout in bench.LAYOUTS)
+    assert all(s["tokens"] > t["tokens"] for s, t in zip(samples, trajectory))
+    assert trajectory[1]["peak_mb"] > 1.5 * trajectory[0]["peak_mb"]
+    assert samples[1]["peak_mb"] < 1.3 * samples[0]["peak_mb"]
+    plot.memory(plot.Memory(str(data), str(picture)))
+    assert picture.stat().st_size > 1000
 
 
 def test_metric_table_of_the_readme_is_complete(beginner):
