@@ -1,12 +1,15 @@
-"""Pictures of a run: its learning curve, and one episode on a held-out level; of measurements.
+"""Pictures and tables of runs and of measurements.
 
-    python plot.py curve --runs runs/A runs/B runs/C --out docs/curve.png
-    python plot.py episode --run runs/A --level 3 --out docs/episode.png
-    python plot.py summary --runs runs/A runs/B runs/C
+    python plot.py curve --runs runs/A runs/B runs/C --out docs/curve.png      # train_hygae.py
+    python plot.py episode --run runs/A --level 3 --out docs/episode.png       # train_hygae.py
+    python plot.py classes --runs runs/A runs/B runs/C --out docs/grow.png     # train_grow.py
+    python plot.py compare --runs runs/A runs/B --out docs/grow_compare.png    # train_grow.py
+    python plot.py summary --runs runs/A runs/B runs/C                         # both
     python plot.py memory --data runs/bench_memory.json --out docs/grow_memory.png
 """
 
 import json
+import math
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +17,7 @@ from statistics import median
 from typing import Annotated
 
 import matplotlib
+import numpy as np
 import torch
 import tyro
 
@@ -47,6 +51,28 @@ class Episode:
     temperature: float = 1.0
     """0 is greedy."""
     out: str = "docs/episode.png"
+    """Picture to write."""
+
+
+@dataclass(frozen=True)
+class Classes:
+    """GROW: held-out success by class of task over iterations, thin lines the runs, thick lines
+    their median; and the actions that a success takes."""
+
+    runs: tuple[str, ...]
+    """Run folders of train_grow.py, usually the same command with several seeds."""
+    out: str = "docs/grow.png"
+    """Picture to write."""
+
+
+@dataclass(frozen=True)
+class Compare:
+    """GROW and its relatives: held-out success on seen tasks against the steps played in the world;
+    also as a table at the most steps that all runs have reached."""
+
+    runs: tuple[str, ...]
+    """Run folders of train_grow.py that differ in --algo or --gamma."""
+    out: str = "docs/grow_compare.png"
     """Picture to write."""
 
 
@@ -141,19 +167,92 @@ def episode(options: Episode) -> None:
     print(f"level {options.level}: {outcome} in {info['moves']} moves")
 
 
+def classes(options: Classes) -> None:
+    runs = [read(run)[1] for run in options.runs]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
+
+    def draw(axis, name: str, colour: str, label: str, style="-"):
+        points = {}
+        for records in runs:
+            having = [r for r in records if name in r]
+            axis.plot([r["iteration"] for r in having], [r[name] for r in having], colour,
+                      alpha=0.25, lw=1, ls=style)
+            for r in having:
+                points.setdefault(r["iteration"], []).append(r[name])
+        shared = sorted(i for i, values in points.items() if len(values) == len(runs))
+        axis.plot(shared, [median(points[i]) for i in shared], colour, lw=2.5, ls=style,
+                  label=label)
+
+    kinds = [key for key in runs[0][0] if key.startswith("eval/success_")]
+    draw(left, "eval/success", "k", "all seen tasks")
+    for i, key in enumerate(kinds):
+        draw(left, key, f"C{i}", key.removeprefix("eval/success_"))
+    draw(left, "eval_unseen/success", "0.5", "tasks unseen in RL", "--")
+    draw(right, "eval/steps", "k", "seen tasks")
+    draw(right, "eval_unseen/steps", "0.5", "tasks unseen in RL", "--")
+    left.set(ylabel="success on unseen worlds", ylim=(0, 1))
+    right.set(ylabel="actions of a success, mean", ylim=(0, None))
+    for axis in (left, right):
+        axis.set(xlabel="iteration of reinforcement learning (0: after the cold start)")
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.suptitle(f"{read(options.runs[0])[0]['env']}, median of {len(runs)} seeds")
+    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(options.out, dpi=130)
+
+
+def against_steps(run: str) -> tuple[str, list, list]:
+    """What a run is, and (steps played in training so far, success) at each evaluation."""
+    args, records = read(run)
+    lines = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+    played = {0: 0}
+    for line in lines:
+        if "rollout/samples" in line:
+            played[line["iteration"]] = played[line["iteration"] - 1] + line["rollout/samples"]
+    name = f"{args['algo']}, gamma {args['gamma']:g}"
+    return name, [played[r["iteration"]] for r in records], [r["eval/success"] for r in records]
+
+
+def compare(options: Compare) -> None:
+    curves = [against_steps(run) for run in options.runs]
+    figure, axis = plt.subplots(figsize=(7, 4), constrained_layout=True)
+    for i, (name, steps, success) in enumerate(curves):
+        axis.plot(steps, success, f"C{i}", marker="o", ls="-" if name.startswith("grow,") else "--",
+                  label=name)
+    most = min(steps[-1] for _, steps, _ in curves)
+    axis.axvline(most, color="0.7", lw=1)
+    axis.set(xlabel="steps played in the training worlds", ylim=(0, None),
+             ylabel="success on unseen worlds, seen tasks")
+    axis.grid(alpha=0.3)
+    axis.legend()
+    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(options.out, dpi=130)
+    print(f"| | start | after {most:,.0f} steps |\n|---|---|---|")
+    for name, steps, success in curves:  # between two evaluations: on the line
+        print(f"| {name} | {success[0]:.1%} | {np.interp(most, steps, success):.1%} |")
+
+
 def summary(options: Summary) -> None:
+    """Cold start and end, the columns of the script that made the first run."""
+    if "group_size" in read(options.runs[0])[0]:  # train_grow.py
+        columns = {"seen tasks": "eval/success", "greedy": "eval/greedy_success",
+                   "steps": "eval/steps", "unseen tasks": "eval_unseen/success",
+                   "unseen greedy": "eval_unseen/greedy_success"}
+    else:
+        columns = {"sampled": "eval/success", "greedy": "eval/greedy_success"}
     names, rows = [], []
     for run in options.runs:
         _, records = read(run)
         names.append(run if records[-1]["label"] == "end" else f"{run} (unfinished)")
-        rows.append([records[0]["eval/success"], records[0]["eval/greedy_success"],
-                     records[-1]["eval/success"], records[-1]["eval/greedy_success"],
+        ends = (records[0], records[-1])
+        rows.append([*(r.get(key, math.nan) for r in ends for key in columns.values()),
                      records[-1]["time/seconds"] / 60])
-    print("| run | cold start sampled | cold start greedy | end sampled | end greedy | minutes |")
-    print("|---|---|---|---|---|---|")
-    medians = [median(column) for column in zip(*rows)]
-    for name, row in [*zip(names, rows), ("median", medians)]:
-        print(f"| {name} | " + " | ".join(f"{x:.1%}" for x in row[:4]) + f" | {row[4]:.1f} |")
+    heads = [*(f"{when} {name}" for when in ("cold start", "end") for name in columns), "minutes"]
+    print(f"| run | {' | '.join(heads)} |\n{'|---' * (len(heads) + 1)}|")
+    for name, row in [*zip(names, rows), ("median", [median(column) for column in zip(*rows)])]:
+        print(f"| {name} | " + " | ".join(
+            "-" if math.isnan(x) else f"{x:.1f}" if head.endswith(("steps", "minutes")) else f"{x:.1%}"
+            for head, x in zip(heads, row)) + " |")
 
 
 def memory(options: Memory) -> None:
@@ -184,9 +283,12 @@ if __name__ == "__main__":
     command = tyro.cli(
         Annotated[Curve, tyro.conf.subcommand("curve")]
         | Annotated[Episode, tyro.conf.subcommand("episode")]
+        | Annotated[Classes, tyro.conf.subcommand("classes")]
+        | Annotated[Compare, tyro.conf.subcommand("compare")]
         | Annotated[Summary, tyro.conf.subcommand("summary")]
         | Annotated[Memory, tyro.conf.subcommand("memory")],
         description=__doc__,
     )
-    draw = {Curve: curve, Episode: episode, Summary: summary, Memory: memory}
+    draw = {Curve: curve, Episode: episode, Classes: classes, Compare: compare,
+            Summary: summary, Memory: memory}
     draw[type(command)](command)

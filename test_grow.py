@@ -150,6 +150,52 @@ def test_advantages_by_hand():
         assert len(a) == len(w) == len(g) == 0
 
 
+def test_diagnostics_by_hand():
+    """Distances to the target 3, 2, 2, 4, out of view, 1: from the first four it does not grow but
+    in two (to 4, and out of view); it is found by the fifth reply if it was not in view before."""
+    class World:
+        distances = iter([2, 2, 4, None, 1, 1])
+
+        def step(self, reply):
+            distance = next(self.distances)
+            info = dict(valid=reply == "do", success=reply == "do", moves=7,
+                        target_distance=distance, target_visible=distance is not None)
+            return "seen", 0.0, reply == "do", False, info
+
+    played = Episode(World(), "start", {"target_distance": 3})
+    goes_on = [train_grow.play(played, reply, Sample([], [], [])) for reply in ["up"] * 5 + ["do"]]
+    assert goes_on == [True] * 5 + [False]
+    assert played.locked == [True, True, False, False]  # none from out of view, none into the end
+    assert played.found == 1 and played.success and played.moves == 7 and played.valid == 1
+    lost = Episode(World(), "start", {"target_distance": None})
+    World.distances = iter([None, None, 5, None])
+    for _ in range(4):
+        train_grow.play(lost, "up", Sample([], [], []))
+    assert lost.found == 3 and lost.locked == [False] and len(lost.samples) == 4
+
+
+def test_diagnose_asks_for_the_worlds_it_names(monkeypatch):
+    """Greedy, moved away, and as many distractors as the metric's name says."""
+    asked = []
+
+    def evaluate(policy, args, env, rank, world, episodes, temperature=None, away=False):
+        asked.append((temperature, away, getattr(env, "distractors", None), env.split, env.tasks))
+        return {"success": len(asked), "reacquired": 0.25, "reacquire_steps": 2.0, "env_faults": 1}
+
+    monkeypatch.setattr(train_grow, "evaluate", evaluate)
+    out = train_grow.diagnose(None, Args(tasks="collect_wood"), "collect_wood", 0, 1)
+    assert asked == [(0.0, False, None, "eval", ("collect_wood",)),
+                     (None, True, None, "eval", ("collect_wood",))]
+    assert out == {"greedy_success": 1, "reacquired": 0.25, "reacquire_steps": 2.0,
+                   "away_success": 2, "away_left_out": 1}
+    asked.clear()
+    out = train_grow.diagnose(None, Args(env="CraftingGrid"), "unseen", 0, 1)
+    assert [row[:3] for row in asked] == [(0.0, False, 3), (None, False, 0), (None, False, 3),
+                                          (None, False, 8)]
+    assert out == {"greedy_success": 1, **{f"distractors_{n}_success": i for i, n in
+                                           ((2, 0), (3, 3), (4, 8))}}
+
+
 @pytest.fixture(scope="module")
 def beginner(tmp_path_factory):
     """A tiny model that has seen demonstrations: some of its episodes succeed, some do not."""
@@ -200,6 +246,8 @@ def test_two_processes_are_one(tmp_path, beginner, algo):
 def test_resume_is_bit_for_bit(tmp_path, beginner):
     train_grow.main(again(tmp_path / "whole", beginner, iterations=3, save_every=1))
     train_grow.main(again(tmp_path / "parts", beginner, iterations=3, save_every=1, eval_every=9))
+    kept = sorted(folder.name for folder in (tmp_path / "parts").glob("step_*"))
+    assert kept == ["step_000000", "step_000002", "step_000003"]  # the start and the newest two
     shutil.rmtree(tmp_path / "parts" / "step_000003")
     lines = (tmp_path / "parts" / "metrics.jsonl").read_text()
     train_grow.main(train_grow.parse_args(["--resume", str(tmp_path / "parts")]))

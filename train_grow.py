@@ -124,7 +124,7 @@ class Args:
     """Episodes a task of an evaluation and of a diagnostic; success before and after reinforcement
     learning is measured on three times as many."""
     save_every: int = 10
-    """Iterations between checkpoints; the newest two are kept."""
+    """Iterations between checkpoints; the newest two are kept, and the cold start's."""
     seed: int = 1
     """Seed of weights, worlds and sampling."""
     run_dir: str = ""
@@ -235,6 +235,7 @@ class Episode:
     moves: int = 0  # actions of the world; with --env-options chunk=N more than samples
     valid: int = 0  # replies that kept the format
     cut: int = 0  # replies stopped at --max-tokens
+    tokens: int = 0  # of all samples, prompts and frames included
     fault: bool = False  # the world raised; nothing of this episode is learned from
     locked: list = field(default_factory=list)  # steps from where the target was in view: did the
     # distance to it not grow?
@@ -290,6 +291,7 @@ def collect(policy, episodes: list[Episode], args, uniforms, temperature) -> Non
                 if play(episodes[i], reply, sample):
                     going.append(i)
                 episodes[i].cut += script.cut
+                episodes[i].tokens += sum(map(len, script.ids))
         live = going
 
 
@@ -528,7 +530,7 @@ def save_checkpoint(run: Path, iteration: int, policy, optimizer, seconds: float
     (aside / "state.json").write_text(json.dumps(state, indent=1))
     shutil.rmtree(final, ignore_errors=True)
     os.replace(aside, final)
-    for old in checkpoints(run)[:-2]:
+    for old in checkpoints(run)[1:-2]:  # the first, the cold start, is where comparisons begin
         shutil.rmtree(old)
 
 
@@ -815,12 +817,16 @@ def main(args: Args) -> dict:
             "optim/grad_norm": sum(filter(math.isfinite, norms)) / (len(norms) - skipped),
             "optim/lr": optimizer.param_groups[0]["lr"], "time/seconds": now - began,
             "time/collect_s": began_update - began_collect, "time/update_s": now - began_update,
-            "time/samples_per_s": metrics["rollout/samples"] / (now - began_collect),
+            "time/tokens_per_s": metrics["rollout/all_tokens"] / (now - began_collect),
             "memory/peak_mb": peak_memory(device),
         }
-        bar.set_postfix(success=f"{metrics['rollout/success']:.2f}",
+        kinds = {key.removeprefix("rollout/success_"): f"{value:.2f}"
+                 for key, value in metrics.items() if key.startswith("rollout/success_")}
+        bar.set_postfix(success=f"{metrics['rollout/success']:.2f}", **kinds,
                         steps=f"{metrics['rollout/steps']:.0f}",
-                        zero=f"{metrics['advantage/zero_frac']:.2f}", refresh=False)
+                        zero=f"{metrics['advantage/zero_frac']:.2f}",
+                        tok_s=f"{metrics['time/tokens_per_s']:.0f}",
+                        MB=f"{metrics['memory/peak_mb']:.0f}", refresh=False)
         if rank == 0:
             log(metrics, iteration)
         if iteration % args.eval_every == 0 or iteration == args.iterations:
@@ -852,14 +858,15 @@ def iteration_metrics(env, played, advantages, losses, reference_kl, updates: in
     idle = replies - len(advantages) + int((advantages == 0).sum())
     sums = torch.tensor([
         len(fine), len(wins), sum(e.moves for e in wins), sum(e.valid for e in fine), replies,
-        sum(e.cut for e in fine), sum(e.fault for e in played), idle,
+        sum(e.cut for e in fine), sum(e.fault for e in played),
+        sum(e.tokens for e in played), idle,
         float(advantages.sum()), float((advantages**2).sum()), float(reference_kl),
     ], dtype=torch.float64)
     sums = all_reduce_sum(torch.cat([sums, losses, by_kind.flatten()])).tolist()
-    episodes, won, moves, valid, replies, cut, faults, idle, a, a2, kl = sums[:11]
+    episodes, won, moves, valid, replies, cut, faults, tokens, idle, a, a2, kl = sums[:12]
     names = ("loss/policy", "loss/value", "policy/entropy", "policy/approx_kl", "policy/clipfrac",
              "loss/total")
-    replies_, split = max(replies, 1), sums[17:]
+    replies_, split = max(replies, 1), sums[18:]
     return {
         "rollout/success": won / max(episodes, 1),
         **{f"rollout/success_{kind}": split[2 * i] / max(split[2 * i + 1], 1)
@@ -869,11 +876,12 @@ def iteration_metrics(env, played, advantages, losses, reference_kl, updates: in
         "rollout/cut": cut / replies_,
         "rollout/env_faults": faults,
         "rollout/samples": replies,
+        "rollout/all_tokens": tokens,
         "advantage/zero_frac": idle / replies_,
         "advantage/mean": a / replies_,
         "advantage/std": math.sqrt(max(a2 / replies_ - (a / replies_) ** 2, 0)),
         "policy/reference_kl": kl / updates,
-        **{name: value / updates for name, value in zip(names, sums[11:17])},
+        **{name: value / updates for name, value in zip(names, sums[12:18])},
     }
 
 
