@@ -314,16 +314,26 @@ def mosaic(rows) -> np.ndarray:
 def marked(frame, unit: int) -> np.ndarray:
     """A copy where the upper edge of each cell shows where it is: nine places, one of them white,
     in the first line for the column, in the second for the row."""
-    frame, border = frame.copy(), (len(frame) - ROWS * unit) // 2
-    width = max(unit // WIDE, 1)  # px a mark
+    edges, white = marks(len(frame), unit)
+    frame = frame.copy()
+    frame[edges] = white
+    return frame
+
+
+@lru_cache(maxsize=8)
+def marks(side: int, unit: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which px of a frame are marks, bool [side, side], and their colour, uint8 [marks, 1]."""
+    edges, white = np.zeros((2, side, side), bool)
+    border, width = (side - ROWS * unit) // 2, max(unit // WIDE, 1)  # px a mark
     for row in range(ROWS):
         for column in range(WIDE):
             y, x = border + row * unit, border + column * unit
             for line, at in ((0, column), (1, row)):
-                edge = frame[y + line * width : y + (line + 1) * width, x : x + unit]
-                edge[:] = 0
-                edge[:, at * width : (at + 1) * width] = 255
-    return frame
+                upper = y + line * width
+                edges[upper : upper + width, x : x + unit] = True
+                right = x + min((at + 1) * width, unit)  # small cells have no room for all nine
+                white[upper : upper + width, x + at * width : right] = True
+    return edges, 255 * white[edges][:, None].astype(np.uint8)
 
 
 def framed(picture, side: int) -> np.ndarray:

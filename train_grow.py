@@ -17,8 +17,10 @@ All randomness is a function of (--seed, iteration, global row), never of a rank
 before: see train_hygae.py.
 
 Differs from the paper, where the defaults serve a tiny model and short episodes: gamma 0.97 (paper:
-0.995 at several hundred steps; what matters is gamma^horizon); clip range, group size, epochs and
-learning rate, which it does not give; one trunk for policy and critic (--algo ppo alone has one).
+0.995 at several hundred steps; what matters is gamma^horizon); balanced statistics (paper, read
+literally: pooled, where long failures outweigh the rest of their group); clip range, group size,
+epochs and learning rate, which it does not give; one trunk for policy and critic (--algo ppo alone
+has one).
 """
 
 import argparse
@@ -75,7 +77,7 @@ class Args:
     """Discount per step in [0, 1]; formula in hygrow.grow_rewards."""
     lam: float = 0.95
     """GAE lambda per step in [0, 1], --algo ppo only."""
-    statistics: str = "pooled"
+    statistics: str = "balanced"
     """Mean and deviation over a group's samples (pooled) or trajectories (balanced); formula in
     hygrow.grow_advantages."""
     ratio: str = "token"
@@ -93,7 +95,7 @@ class Args:
     """Clip range of the value update (hygrow.value_loss), --algo ppo only."""
     value_coef: float = 0.5
     """Weight of the value loss, --algo ppo only."""
-    entropy_coef: float = 0.003
+    entropy_coef: float = 0.0
     """Weight of the entropy bonus (nats per token), annealed like --lr."""
     kl_coef: float = 0.0
     """Weight of the KL penalty to the cold-start policy in the loss (k3)."""
@@ -111,10 +113,10 @@ class Args:
     """AdamW learning rate, annealed linearly to a tenth."""
     max_grad_norm: float = 1.0
     """Gradient clipping; an update whose gradient is not finite is skipped and counted."""
-    iterations: int = 50
+    iterations: int = 45
     """Iterations of reinforcement learning."""
-    cold_start: int = 2000
-    """Supervised steps (of 3 samples from each of 8 demonstrations) before; 0 for none. Their
+    cold_start: int = 3000
+    """Supervised steps (of 6 samples from each of 4 demonstrations) before; 0 for none. Their
     learning rate is 3e-3 for the tiny model, else --lr."""
     demo_noise: float = 0.7
     """Share of random actions in the demonstrations."""
@@ -411,23 +413,23 @@ def diagnose(policy, args, tasks: str, rank, world) -> dict:
 
 
 # ----------------------------------------------------------------------------------- cold start
-def demonstrate(policy, env, seeds, args, each: int = 3) -> tuple[list[Sample], list[float]]:
+def demonstrate(policy, env, seeds, args, each: int = 6) -> tuple[list[Sample], list[float]]:
     """`each` random samples of an expert episode a seed, and gamma^(H - t) x success of each."""
     samples, targets = [], []
     for seed in seeds:
         observation, done, steps = env.reset(seed=seed)[0], False, []
         while not done:
             reply = env.expert_reply(noise=args.demo_noise)
-            ids = policy.tokenizer(reply, add_special_tokens=False)["input_ids"]
-            steps.append((observation["image"], observation["text"],
-                          torch.tensor(ids + [policy.eos])))
+            steps.append((observation["image"], observation["text"], reply))
             observation, reward, ended, truncated, _ = env.step(reply)
             done = ended or truncated
         order = numbers(DEMO, seed, shape=len(steps)).argsort()[:each]
         for t in order.tolist():
             seen = steps[max(0, t - args.history + 1):t + 1]
             frames, texts, replies = ([x[k] for x in seen] for k in range(3))
-            samples.append(Sample(frames, texts, replies[:-1], replies[-1]))
+            ids = [torch.tensor(row + [policy.eos]) for row in
+                   policy.tokenizer(replies, add_special_tokens=False)["input_ids"]]
+            samples.append(Sample(frames, texts, ids[:-1], ids[-1]))
             targets.append(reward * args.gamma ** (len(steps) - 1 - t))
     return samples, targets
 
@@ -437,11 +439,17 @@ def cold_start(policy, args, rank, world, log) -> None:
 
     Reinforcement learning then sees --tasks alone: what became of the others is its generalisation.
     """
-    size = max(8, world)  # demonstrations a step, over all processes
+    size = max(4, world)  # demonstrations a step, over all processes
     peak = 3e-3 if args.model == "tiny" else args.lr  # from scratch; pretrained weights would break
     env = args.make_env("train", "all")
     parameters = list(policy.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=peak, betas=(0.9, 0.95), weight_decay=0.0)
+    hidden = [p for name, p in policy.named_parameters() if args.model == "tiny" and p.ndim == 2
+              and (".layers." in name or ".blocks." in name)]  # Muon learns to see sooner
+    others = [p for p in parameters if not any(p is q for q in hidden)]
+    optimizers = [torch.optim.AdamW(others, lr=peak, betas=(0.9, 0.95), weight_decay=0.0)]
+    if hidden:
+        optimizers.append(torch.optim.Muon(hidden, lr=peak, weight_decay=0.0,
+                                           adjust_lr_fn="match_rms_adamw"))
     bar = tqdm(range(args.cold_start), desc="cold start", disable=rank > 0, mininterval=1)
     for step in bar:
         first = seeded(DEMO, args.seed) % 10**9 + step * size
@@ -463,10 +471,11 @@ def cold_start(policy, args, rank, world, log) -> None:
         norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
         if not torch.isfinite(norm):
             raise RuntimeError(f"cold start step {step}: the gradient is {float(norm)}, not finite")
-        for group in optimizer.param_groups:
-            group["lr"] = peak * min((step + 1) / 30, 1 - step / args.cold_start)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = peak * min((step + 1) / 30, 1 - step / args.cold_start)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         loss = all_reduce_sum(loss).tolist()
         bar.set_postfix(cross_entropy=f"{loss[0]:.3f}", refresh=False)
         if rank == 0 and (step % 20 == 0 or step + 1 == args.cold_start):
