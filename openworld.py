@@ -69,7 +69,7 @@ def _crafter_tasks():
                "grass", (1, 3))
     yield Task("collect_stone", "embodied", "collect_stone", True,
                ("Collect stone.", "Mine a stone.", "Get some stone."), "stone", inventory=pick)
-    yield Task("collect_coal", "embodied", "collect_coal", False,
+    yield Task("collect_coal", "embodied", "collect_coal", True,
                ("Collect coal.", "Mine coal.", "Get some coal."), "coal", inventory=pick)
     yield Task("collect_iron", "embodied", "collect_iron", False,
                ("Collect iron.", "Mine iron.", "Get some iron."), "iron",
@@ -79,7 +79,7 @@ def _crafter_tasks():
                "plant-ripe", (3, 5), summon=("plant-ripe",))
     yield Task("place_table", "craft", "place_table", True,
                ("Place a table.", "Collect wood and build a table.", "Set up a workbench."), "tree")
-    yield Task("make_wood_pickaxe", "craft", "make_wood_pickaxe", True,
+    yield Task("make_wood_pickaxe", "craft", "make_wood_pickaxe", False,  # too easy to learn from
                ("Make a wood pickaxe.", "Place a table and make a wooden pickaxe."),
                inventory=wood)
     yield Task("make_wood_sword", "craft", "make_wood_sword", False,

@@ -19,8 +19,8 @@ before: see train_hygae.py.
 Differs from the paper, where the defaults serve a tiny model and short episodes: gamma 0.97 (paper:
 0.995 at several hundred steps; what matters is gamma^horizon); balanced statistics (paper, read
 literally: pooled, where long failures outweigh the rest of their group); clip range, group size,
-epochs and learning rate, which it does not give; one trunk for policy and critic (--algo ppo alone
-has one).
+epochs and learning rate, which it does not give; a KL penalty to the cold start; one trunk for
+policy and critic (--algo ppo alone has one).
 """
 
 import argparse
@@ -97,8 +97,9 @@ class Args:
     """Weight of the value loss, --algo ppo only."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus (nats per token), annealed like --lr."""
-    kl_coef: float = 0.0
-    """Weight of the KL penalty to the cold-start policy in the loss (k3)."""
+    kl_coef: float = 0.02
+    """Weight of the KL penalty to the cold-start policy in the loss (k3); it keeps the format and
+    the tasks that are not trained on."""
     epochs: int = 1
     """Passes over the samples of an iteration."""
     minibatches: int = 4
