@@ -114,7 +114,7 @@ class Args:
     """AdamW learning rate, annealed linearly to a tenth."""
     max_grad_norm: float = 1.0
     """Gradient clipping; an update whose gradient is not finite is skipped and counted."""
-    iterations: int = 45
+    iterations: int = 40
     """Iterations of reinforcement learning."""
     cold_start: int = 3000
     """Supervised steps (of 6 samples from each of 4 demonstrations) before; 0 for none. Their
