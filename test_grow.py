@@ -219,7 +219,7 @@ def test_gradient_does_not_depend_on_micro_batches(tmp_path, beginner, changes):
     assert_same_gradient(tmp_path / "64", tmp_path / "5")
 
 
-def torchrun(processes: int, args: Args) -> str:
+def torchrun(processes: int, args: Args, timeout=150) -> str:
     flags = []
     for name, value in args.__dict__.items():
         if value != Args.__dataclass_fields__[name].default:
@@ -227,7 +227,8 @@ def torchrun(processes: int, args: Args) -> str:
             flags += [f"--{name.replace('_', '-')}", *values]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes),
                "--standalone", str(ROOT / "train_grow.py"), *flags]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True,
+                         timeout=timeout)
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout
 
@@ -344,3 +345,23 @@ def test_metric_table_of_the_readme_is_complete(beginner):
     readme = (ROOT / "README.md").read_text()
     missing = [name for name in names if f"`{name}`" not in readme]
     assert not missing, missing
+
+
+@pytest.mark.slow
+def test_training_learns(tmp_path):
+    """From a cold start to clearly more, on unseen worlds, by GROW: place a table, make a pickaxe.
+
+    120 episodes before and after, so the standard error of their difference is below 0.065 whatever
+    the rates: a run that learns nothing passes with odds of about 1 in 1000.
+    """
+    args = Args(tasks="make_wood_pickaxe", env_options=("brief=True",), image_size=63, max_tokens=2,
+                horizon=12, cold_start=500, demo_noise=0.9, groups=4, iterations=12, save_every=12,
+                eval_every=12, eval_episodes=1, run_dir=str(tmp_path))
+    torchrun(2, args, timeout=900)
+    env = args.make_env("eval", args.tasks)
+    before, after = (
+        train_grow.evaluate(load_policy(str(tmp_path / step)), args, env, 0, 1, 120)["success"]
+        for step in ("step_000000", "step_000012"))
+    print(f"success {before:.1%} -> {after:.1%}")
+    assert 0.1 < before < 0.6
+    assert after > before + 0.2

@@ -82,6 +82,9 @@ class Args:
     hygrow.grow_advantages."""
     ratio: str = "token"
     """Probability ratio of a token or of the whole action; formula in hygrow.grow_loss."""
+    loss_on: str = "answer"
+    """Tokens of a reply that the advantage reaches: the answer, which is the action (all behind
+    <answer>, or all where there is none), or the whole reply, with its thought."""
     drop_equal_groups: bool = False
     """Leave out groups whose members all succeeded, too (DAPO); groups that all failed have no
     signal in any case."""
@@ -152,7 +155,8 @@ class Args:
         need("value_coef entropy_coef kl_coef cold_start seed",
              lambda x: 0 <= x < math.inf, "must be 0 or more, and finite")
         for name, known in (("algo", ("grow", "grpo_trajectory", "rloo", "ppo")),
-                            ("statistics", ("pooled", "balanced")), ("ratio", ("token", "action"))):
+                            ("statistics", ("pooled", "balanced")), ("ratio", ("token", "action")),
+                            ("loss_on", ("answer", "reply"))):
             need(name, known.__contains__, f"is none of {', '.join(known)}")
         self.make_env("train", self.tasks)  # refuses unknown names before anything is spent
 
@@ -224,6 +228,7 @@ class Sample:
     ids: torch.Tensor | None = None  # [n] the reply's tokens
     logprobs: torch.Tensor | None = None  # [n]
     value: float = 0.0  # of the state before the reply
+    answer: int = 0  # the reply's first token behind <answer>
 
 
 @dataclass
@@ -290,12 +295,22 @@ def collect(policy, episodes: list[Episode], args, uniforms, temperature) -> Non
                 last = len(script.ids) - 1 - script.cut  # behind it only a closing token
                 sample.ids, sample.logprobs = script.ids[last], script.logprobs[last]
                 sample.value = float(script.values[last][0])
+                sample.answer = answer_start(policy.tokenizer, sample.ids)
                 past[i].append((sample.frames[-1], sample.texts[-1], torch.cat(script.ids[last:])))
                 if play(episodes[i], reply, sample):
                     going.append(i)
                 episodes[i].cut += script.cut
                 episodes[i].tokens += sum(map(len, script.ids))
         live = going
+
+
+def answer_start(tokenizer, ids: torch.Tensor) -> int:
+    """Which of a reply's tokens ids [n] is the first behind "<answer>"; 0 where that is missing or
+    nothing follows. The tag may be one token or several."""
+    pieces = tokenizer.batch_decode(ids[:, None])
+    end = "".join(pieces).find("<answer>") + len("<answer>")
+    starts = np.cumsum([0, *map(len, pieces)])[:-1]
+    return int((starts < end).sum()) % len(ids) if end >= len("<answer>") else 0
 
 
 def play(episode: Episode, reply: str, sample: Sample) -> bool:
@@ -776,9 +791,11 @@ def main(args: Args) -> dict:
                     new = policy(part, args.temperature)
                     mask = old["mask"]
                     w = (args.minibatches * weights[inds]).float().to(device)  # [S], the mean of J
+                    begin = torch.tensor([samples[i].answer for i in inds], device=device)
+                    acted = mask * (mask.cumsum(1) > begin[:, None] * (args.loss_on == "answer"))
                     policy_loss = hygrow.grow_loss(
                         new["logprobs"], old["logprobs"], advantages[inds].float().to(device), w,
-                        mask, clip=args.clip, ratio=args.ratio,
+                        acted, clip=args.clip, ratio=args.ratio,
                     )
                     per_token = w[:, None] / mask.sum(1, keepdim=True)  # [S, 1]
                     entropy = (per_token * new["entropy"] * mask).sum()
