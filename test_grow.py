@@ -150,6 +150,24 @@ def test_advantages_by_hand():
         assert len(a) == len(w) == len(g) == 0
 
 
+def test_the_advantage_reaches_the_answer(policy):
+    """The first token behind <answer>, be the tag one token or several; all where it is missing."""
+    def ids(*parts):
+        rows = policy.tokenizer(list(parts), add_special_tokens=False)["input_ids"]
+        return torch.tensor(sum(rows, []) + [policy.eos])
+
+    assert len(ids("<answer>")) == 2  # one token for the tiny model, three as a large one has it
+    for before in (["<answer>"], ["<", "answer", ">"]):
+        reply = ids("<think>tree</think>", *before, "up</answer>")
+        start = train_grow.answer_start(policy.tokenizer, reply)
+        assert policy.tokenizer.decode(reply[start:]) == "up</answer><|im_end|>"
+    assert train_grow.answer_start(policy.tokenizer, ids("up")) == 0
+    assert train_grow.answer_start(policy.tokenizer, ids("<think>tree up")) == 0
+    assert train_grow.answer_start(policy.tokenizer, ids("<answer>")[:1]) == 0  # cut: nothing follows
+    mask = torch.tensor([[0.0, 1, 1, 1, 0], [0, 0, 1, 1, 1]])
+    assert train_grow.behind(mask, [2, 0]).tolist() == [[0, 0, 0, 1, 0], [0, 0, 1, 1, 1]]
+
+
 def test_diagnostics_by_hand():
     """Distances to the target 3, 2, 2, 4, out of view, 1: from the first four it does not grow but
     in two (to 4, and out of view); it is found by the fifth reply if it was not in view before."""

@@ -500,6 +500,11 @@ def cold_start(policy, args, rank, world, log) -> None:
                 step - args.cold_start)  # on TensorBoard's axis before iteration 0
 
 
+def behind(mask: torch.Tensor, begin: list[int]) -> torch.Tensor:
+    """The generated tokens of each row of mask [B, T] but the first begin[b]."""
+    return mask * (mask.cumsum(1) > torch.tensor(begin, device=mask.device)[:, None])
+
+
 def first_tokens(mask: torch.Tensor) -> torch.Tensor:
     """The first generated token of each row of mask [B, T]."""
     return mask * (mask.cumsum(1) == 1)
@@ -791,8 +796,9 @@ def main(args: Args) -> dict:
                     new = policy(part, args.temperature)
                     mask = old["mask"]
                     w = (args.minibatches * weights[inds]).float().to(device)  # [S], the mean of J
-                    begin = torch.tensor([samples[i].answer for i in inds], device=device)
-                    acted = mask * (mask.cumsum(1) > begin[:, None] * (args.loss_on == "answer"))
+                    acted = mask
+                    if args.loss_on == "answer":
+                        acted = behind(mask, [samples[i].answer for i in inds])
                     policy_loss = hygrow.grow_loss(
                         new["logprobs"], old["logprobs"], advantages[inds].float().to(device), w,
                         acted, clip=args.clip, ratio=args.ratio,
