@@ -373,7 +373,7 @@ def test_training_learns(tmp_path):
     the rates: a run that learns nothing passes with odds of about 1 in 1000.
     """
     args = Args(tasks="make_wood_pickaxe", env_options=("brief=True",), image_size=63, max_tokens=2,
-                horizon=12, cold_start=500, demo_noise=0.9, groups=4, iterations=12, save_every=12,
+                horizon=12, cold_start=500, demo_noise=0.8, groups=4, iterations=12, save_every=12,
                 eval_every=12, eval_episodes=1, run_dir=str(tmp_path))
     torchrun(2, args, timeout=900)
     env = args.make_env("eval", args.tasks)
@@ -381,5 +381,5 @@ def test_training_learns(tmp_path):
         train_grow.evaluate(load_policy(str(tmp_path / step)), args, env, 0, 1, 120)["success"]
         for step in ("step_000000", "step_000012"))
     print(f"success {before:.1%} -> {after:.1%}")
-    assert 0.1 < before < 0.6
+    assert 0.02 < before < 0.6
     assert after > before + 0.2
