@@ -82,9 +82,9 @@ class Args:
     hygrow.grow_advantages."""
     ratio: str = "token"
     """Probability ratio of a token or of the whole action; formula in hygrow.grow_loss."""
-    loss_on: str = "answer"
-    """Tokens of a reply that the advantage reaches: the answer, which is the action (all behind
-    <answer>, or all where there is none), or the whole reply, with its thought."""
+    loss_on: str = "reply"
+    """Tokens that the advantage reaches: the whole reply, or its answer alone (all behind <answer>,
+    or all where there is none). With the answer alone nothing keeps thought and format in order."""
     drop_equal_groups: bool = False
     """Leave out groups whose members all succeeded, too (DAPO); groups that all failed have no
     signal in any case."""
