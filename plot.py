@@ -71,7 +71,7 @@ class Compare:
     also as a table at the most steps that all runs have reached."""
 
     runs: tuple[str, ...]
-    """Run folders of train_grow.py that differ in --algo or --gamma."""
+    """Run folders of train_grow.py that differ in --algo, --gamma or another flag."""
     out: str = "docs/grow_compare.png"
     """Picture to write."""
 
@@ -94,33 +94,51 @@ class Memory:
     """Picture to write."""
 
 
-def read(run: str) -> tuple[dict, list[dict]]:
-    """The arguments of a run and its evaluations, in order."""
-    folder = Path(run)
-    if not (folder / "metrics.jsonl").exists():
+def metrics(run: str) -> list[dict]:
+    """All records of a run; a last line that a kill has torn is left out."""
+    file = Path(run) / "metrics.jsonl"
+    if not file.exists():
         raise SystemExit(f"plot.py: {run} holds no metrics.jsonl; is it the folder of a run?")
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    records = [line for line in lines if line.get("label", "untrained") != "untrained"]
+    return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+
+
+def script(args: dict) -> str:
+    """Which script made a run with these arguments."""
+    return "train_grow.py" if "group_size" in args else "train_hygae.py"
+
+
+def read(run: str, of: str | None = None) -> tuple[dict, list[dict]]:
+    """The arguments of a run and its evaluations, in order. of: the script it must be of."""
+    records = [line for line in metrics(run) if line.get("label", "untrained") != "untrained"]
     if not records:
         raise SystemExit(f"plot.py: {run} has no evaluation yet; the first follows the cold start")
-    return json.loads((folder / "args.json").read_text()), records
+    args = json.loads((Path(run) / "args.json").read_text())
+    if of and script(args) != of:
+        raise SystemExit(f"plot.py: {run} is a run of {script(args)}; this picture is for {of}")
+    return args, records
+
+
+def lines(axis, runs: list[list[dict]], name: str, colour: str, label: str, style="-") -> None:
+    """A metric over iterations: thin the runs, thick their median where all have it."""
+    points = {}
+    for records in runs:
+        having = [r for r in records if name in r]
+        axis.plot([r["iteration"] for r in having], [r[name] for r in having], colour, alpha=0.3,
+                  lw=1, ls=style)
+        for r in having:
+            points.setdefault(r["iteration"], []).append(r[name])
+    shared = sorted(i for i, values in points.items() if len(values) == len(runs))
+    axis.plot(shared, [median(points[i]) for i in shared], colour, lw=2.5, ls=style, label=label)
 
 
 def curve(options: Curve) -> None:
     figure, axis = plt.subplots(figsize=(7, 4), constrained_layout=True)
+    read_all = [read(run, "train_hygae.py") for run in options.runs]
     for name, colour, label in (("eval/success", "C0", "sampled"),
                                 ("eval/greedy_success", "C1", "greedy")):
-        points = {}
-        for run in options.runs:
-            _, records = read(run)
-            axis.plot([r["iteration"] for r in records], [r[name] for r in records], colour,
-                      alpha=0.3, lw=1)
-            for r in records:
-                points.setdefault(r["iteration"], []).append(r[name])
-        shared = sorted(i for i, values in points.items() if len(values) == len(options.runs))
-        axis.plot(shared, [median(points[i]) for i in shared], colour, lw=2.5,
-                  label=f"{label}, median of {len(options.runs)} seeds")
-    args, _ = read(options.runs[0])
+        lines(axis, [records for _, records in read_all], name, colour,
+              f"{label}, median of {len(options.runs)} seeds")
+    args, _ = read_all[0]
     title = options.title or " ".join([args["env"], *args["env_options"]])
     axis.set(xlabel="iteration of reinforcement learning (0: after the cold start)",
              ylabel="success on held-out levels", ylim=(0, 1), title=title)
@@ -132,7 +150,7 @@ def curve(options: Curve) -> None:
 
 @torch.no_grad()
 def episode(options: Episode) -> None:
-    stored, _ = read(options.run)
+    stored, _ = read(options.run, "train_hygae.py")
     args = Args(**{**stored, "env_options": tuple(stored["env_options"]), "resume": ""})
     found = checkpoints(Path(options.run))
     if not found:
@@ -168,57 +186,47 @@ def episode(options: Episode) -> None:
 
 
 def classes(options: Classes) -> None:
-    runs = [read(run)[1] for run in options.runs]
+    runs = [read(run, "train_grow.py")[1] for run in options.runs]
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
-
-    def draw(axis, name: str, colour: str, label: str, style="-"):
-        points = {}
-        for records in runs:
-            having = [r for r in records if name in r]
-            axis.plot([r["iteration"] for r in having], [r[name] for r in having], colour,
-                      alpha=0.25, lw=1, ls=style)
-            for r in having:
-                points.setdefault(r["iteration"], []).append(r[name])
-        shared = sorted(i for i, values in points.items() if len(values) == len(runs))
-        axis.plot(shared, [median(points[i]) for i in shared], colour, lw=2.5, ls=style,
-                  label=label)
-
     kinds = [key for key in runs[0][0] if key.startswith("eval/success_")]
-    draw(left, "eval/success", "k", "all seen tasks")
+    lines(left, runs, "eval/success", "k", "all seen tasks")
     for i, key in enumerate(kinds):
-        draw(left, key, f"C{i}", key.removeprefix("eval/success_"))
-    draw(left, "eval_unseen/success", "0.5", "tasks unseen in RL", "--")
-    draw(right, "eval/steps", "k", "seen tasks")
-    draw(right, "eval_unseen/steps", "0.5", "tasks unseen in RL", "--")
+        lines(left, runs, key, f"C{i}", key.removeprefix("eval/success_"))
+    lines(left, runs, "eval_unseen/success", "0.5", "tasks unseen in RL", "--")
+    lines(right, runs, "eval/steps", "k", "seen tasks")
+    lines(right, runs, "eval_unseen/steps", "0.5", "tasks unseen in RL", "--")
     left.set(ylabel="success on unseen worlds", ylim=(0, 1))
     right.set(ylabel="actions of a success, mean", ylim=(0, None))
     for axis in (left, right):
         axis.set(xlabel="iteration of reinforcement learning (0: after the cold start)")
         axis.grid(alpha=0.3)
         axis.legend()
-    figure.suptitle(f"{read(options.runs[0])[0]['env']}, median of {len(runs)} seeds")
+    figure.suptitle(f"{read(options.runs[0])[0]['env']}, median of {len(runs)} run(s)")
     Path(options.out).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(options.out, dpi=130)
 
 
-def against_steps(run: str) -> tuple[str, list, list]:
-    """What a run is, and (steps played in training so far, success) at each evaluation."""
-    args, records = read(run)
-    lines = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+def against_steps(run: str) -> tuple[list, list]:
+    """Steps played in training so far, and success on seen tasks, at each evaluation."""
+    _, records = read(run, "train_grow.py")
     played = {0: 0}
-    for line in lines:
+    for line in metrics(run):
         if "rollout/samples" in line:
             played[line["iteration"]] = played[line["iteration"] - 1] + line["rollout/samples"]
-    name = f"{args['algo']}, gamma {args['gamma']:g}"
-    return name, [played[r["iteration"]] for r in records], [r["eval/success"] for r in records]
+    return [played[r["iteration"]] for r in records], [r["eval/success"] for r in records]
 
 
 def compare(options: Compare) -> None:
-    curves = [against_steps(run) for run in options.runs]
+    stored = [read(run, "train_grow.py")[0] for run in options.runs]
+    differ = [name for name in dict.fromkeys(key for args in stored for key in args)
+              if name != "run_dir" and any(args.get(name) != stored[0].get(name)
+                                           for args in stored)]
+    names = [", ".join(f"{name} {args.get(name)}" for name in differ) or run
+             for run, args in zip(options.runs, stored)]  # what sets each apart from the others
+    curves = [(name, *against_steps(run)) for name, run in zip(names, options.runs)]
     figure, axis = plt.subplots(figsize=(7, 4), constrained_layout=True)
     for i, (name, steps, success) in enumerate(curves):
-        axis.plot(steps, success, f"C{i}", marker="o", ls="-" if name.startswith("grow,") else "--",
-                  label=name)
+        axis.plot(steps, success, f"C{i}", marker="o", label=name)
     most = min(steps[-1] for _, steps, _ in curves)
     axis.axvline(most, color="0.7", lw=1)
     axis.set(xlabel="steps played in the training worlds", ylim=(0, None),
@@ -234,7 +242,8 @@ def compare(options: Compare) -> None:
 
 def summary(options: Summary) -> None:
     """Cold start and end, the columns of the script that made the first run."""
-    if "group_size" in read(options.runs[0])[0]:  # train_grow.py
+    of = script(read(options.runs[0])[0])
+    if of == "train_grow.py":
         columns = {"seen tasks": "eval/success", "greedy": "eval/greedy_success",
                    "steps": "eval/steps", "unseen tasks": "eval_unseen/success",
                    "unseen greedy": "eval_unseen/greedy_success"}
@@ -242,7 +251,7 @@ def summary(options: Summary) -> None:
         columns = {"sampled": "eval/success", "greedy": "eval/greedy_success"}
     names, rows = [], []
     for run in options.runs:
-        _, records = read(run)
+        _, records = read(run, of)
         names.append(run if records[-1]["label"] == "end" else f"{run} (unfinished)")
         ends = (records[0], records[-1])
         rows.append([*(r.get(key, math.nan) for r in ends for key in columns.values()),
@@ -250,9 +259,9 @@ def summary(options: Summary) -> None:
     heads = [*(f"{when} {name}" for when in ("cold start", "end") for name in columns), "minutes"]
     print(f"| run | {' | '.join(heads)} |\n{'|---' * (len(heads) + 1)}|")
     for name, row in [*zip(names, rows), ("median", [median(column) for column in zip(*rows)])]:
-        print(f"| {name} | " + " | ".join(
-            "-" if math.isnan(x) else f"{x:.1f}" if head.endswith(("steps", "minutes")) else f"{x:.1%}"
-            for head, x in zip(heads, row)) + " |")
+        formats = (".1f" if head.endswith(("steps", "minutes")) else ".1%" for head in heads)
+        cells = ("-" if math.isnan(x) else format(x, form) for x, form in zip(row, formats))
+        print(f"| {name} | {' | '.join(cells)} |")
 
 
 def memory(options: Memory) -> None:

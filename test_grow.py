@@ -86,8 +86,13 @@ def test_members_of_a_group_start_alike_and_act_apart(policy, args):
     assert len(set(first[:3])) > 1
     again = train_grow.start_groups(env, [0, 1], args, 7)
     train_grow.collect(policy, again, args, noise, 1)
-    assert [[s.ids.tolist() for s in e.samples] for e in again] == [
-        [s.ids.tolist() for s in e.samples] for e in played]
+    said = [[[s.ids.tolist() for s in e.samples] for e in group] for group in (played, again)]
+    assert said[0] == said[1]
+    noise[:, 1:] = 1 - noise[:, 1:]  # each step has its own random numbers
+    third = train_grow.start_groups(env, [0, 1], args, 7)
+    train_grow.collect(policy, third, args, noise, 1)
+    assert [e.samples[0].ids.tolist() for e in third] == [replies[0] for replies in said[0]]
+    assert [e.samples[1].ids.tolist() for e in third] != [replies[1] for replies in said[0]]
 
 
 @pytest.mark.parametrize("history", [1, 3, 4])
@@ -163,7 +168,8 @@ def test_the_advantage_reaches_the_answer(policy):
         assert policy.tokenizer.decode(reply[start:]) == "up</answer><|im_end|>"
     assert train_grow.answer_start(policy.tokenizer, ids("up")) == 0
     assert train_grow.answer_start(policy.tokenizer, ids("<think>tree up")) == 0
-    assert train_grow.answer_start(policy.tokenizer, ids("<answer>")[:1]) == 0  # cut: nothing follows
+    cut = ids("<answer>")[:1]  # nothing follows
+    assert train_grow.answer_start(policy.tokenizer, cut) == 0
     mask = torch.tensor([[0.0, 1, 1, 1, 0], [0, 0, 1, 1, 1]])
     assert train_grow.behind(mask, [2, 0]).tolist() == [[0, 0, 0, 1, 0], [0, 0, 1, 1, 1]]
 
@@ -306,7 +312,8 @@ def test_faulty_world_is_counted_and_survived(tmp_path, beginner, monkeypatch, c
     train_grow.main(again(tmp_path, beginner, iterations=1))
     record = next(m for m in metrics(tmp_path) if "rollout/success" in m)
     assert 0 < record["rollout/env_faults"] <= 12
-    assert "episode dropped, Crafter.step raised RuntimeError('renderer lost')" in capfd.readouterr().err
+    printed = capfd.readouterr().err
+    assert "episode dropped, Crafter.step raised RuntimeError('renderer lost')" in printed
     monkeypatch.setattr(Crafter, "step", step)
     reset = Crafter.reset
 
@@ -363,6 +370,52 @@ def test_metric_table_of_the_readme_is_complete(beginner):
     readme = (ROOT / "README.md").read_text()
     missing = [name for name in names if f"`{name}`" not in readme]
     assert not missing, missing
+
+
+def fake_run(folder: Path, success: list, steps: list, samples: int, **changes) -> str:
+    """A run of one iteration between evaluations, as its files tell it."""
+    folder.mkdir()
+    settings = {"group_size": 8, "env": "Crafter", "algo": "grow", "gamma": 0.97} | changes
+    (folder / "args.json").write_text(json.dumps(settings | {"run_dir": str(folder)}))
+    records = []
+    for k, (share, moves) in enumerate(zip(success, steps)):
+        records += [{"iteration": k, "rollout/samples": samples}] if k else []
+        label = {0: "cold start", len(success) - 1: "end"}.get(k, f"iteration {k}")
+        record = {"iteration": k, "label": label, "time/seconds": 60.0 * k,
+                  "eval/success": share, "eval/success_craft": share / 2, "eval/steps": moves,
+                  "eval_unseen/success": share / 4, "eval_unseen/steps": moves}
+        if not label.startswith("iteration"):  # the ends have more
+            record |= {"eval/greedy_success": 0.5, "eval_unseen/greedy_success": 0.25}
+        records.append(record)
+    lines = [json.dumps(record) for record in records] + ['{"iteration": 9, "torn']
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    return str(folder)
+
+
+def test_tables_and_pictures_of_runs(tmp_path, capsys):
+    """Medians by hand; equal steps by interpolation; a label says what sets a run apart."""
+    a = fake_run(tmp_path / "a", [0.2, 0.4, 0.6], [20, 18, 16], 100)
+    b = fake_run(tmp_path / "b", [0.2, 0.3, 0.5], [20, 18, 14], 80, gamma=1.0)
+    c = fake_run(tmp_path / "c", [0.3, 0.3, 0.7], [20, 18, 12], 90, gamma=0.9)
+    plot.summary(plot.Summary((a, b, c)))
+    median = capsys.readouterr().out.splitlines()[-1]
+    assert median == ("| median | 20.0% | 50.0% | 20.0 | 5.0% | 25.0% "
+                      "| 60.0% | 50.0% | 14.0 | 15.0% | 25.0% | 2.0 |")
+    plot.compare(plot.Compare((a, b, c), str(tmp_path / "compare.png")))
+    table = capsys.readouterr().out.splitlines()
+    assert table[0] == "| | start | after 160 steps |"  # b has played the fewest
+    assert table[2:] == ["| gamma 0.97 | 20.0% | 52.0% |",  # 0.4 + 0.6 x (0.6 - 0.4)
+                         "| gamma 1.0 | 20.0% | 50.0% |", "| gamma 0.9 | 30.0% | 61.1% |"]
+    plot.classes(plot.Classes((a, b, c), str(tmp_path / "classes.png")))
+    _, axis = plot.plt.subplots()
+    runs = [[{"iteration": k, "x": x} for k, x in enumerate(xs)] for xs in ([1, 5], [3, 9, 7])]
+    plot.lines(axis, runs, "x", "k", "")
+    assert axis.lines[-1].get_xydata().tolist() == [[0, 2], [1, 7]]  # where both have it
+    for name in ("compare", "classes"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 1000
+    with pytest.raises(SystemExit, match="is a run of train_grow.py; this picture is for train_hy"):
+        plot.curve(plot.Curve((a,), str(tmp_path / "curve.png")))
+    assert not (tmp_path / "curve.png").exists()
 
 
 @pytest.mark.slow

@@ -228,14 +228,13 @@ class Sample:
     ids: torch.Tensor | None = None  # [n] the reply's tokens
     logprobs: torch.Tensor | None = None  # [n]
     value: float = 0.0  # of the state before the reply
-    answer: int = 0  # the reply's first token behind <answer>
 
 
 @dataclass
 class Episode:
-    """One member's play, and where it stands; the tests also build it from samples alone."""
+    """One member's play, and where it stands."""
 
-    env: object = None
+    env: object = None  # None: samples alone, as the advantages need no more
     observation: dict | None = None  # what is seen now
     info: dict | None = None
     samples: list = field(default_factory=list)
@@ -295,22 +294,12 @@ def collect(policy, episodes: list[Episode], args, uniforms, temperature) -> Non
                 last = len(script.ids) - 1 - script.cut  # behind it only a closing token
                 sample.ids, sample.logprobs = script.ids[last], script.logprobs[last]
                 sample.value = float(script.values[last][0])
-                sample.answer = answer_start(policy.tokenizer, sample.ids)
                 past[i].append((sample.frames[-1], sample.texts[-1], torch.cat(script.ids[last:])))
                 if play(episodes[i], reply, sample):
                     going.append(i)
                 episodes[i].cut += script.cut
                 episodes[i].tokens += sum(map(len, script.ids))
         live = going
-
-
-def answer_start(tokenizer, ids: torch.Tensor) -> int:
-    """Which of a reply's tokens ids [n] is the first behind "<answer>"; 0 where that is missing or
-    nothing follows. The tag may be one token or several."""
-    pieces = tokenizer.batch_decode(ids[:, None])
-    end = "".join(pieces).find("<answer>") + len("<answer>")
-    starts = np.cumsum([0, *map(len, pieces)])[:-1]
-    return int((starts < end).sum()) % len(ids) if end >= len("<answer>") else 0
 
 
 def play(episode: Episode, reply: str, sample: Sample) -> bool:
@@ -498,6 +487,15 @@ def cold_start(policy, args, rank, world, log) -> None:
             log({"cold_start/step": step, "cold_start/cross_entropy": loss[0],
                  "cold_start/value_loss": loss[1], "cold_start/grad_norm": float(norm)},
                 step - args.cold_start)  # on TensorBoard's axis before iteration 0
+
+
+def answer_start(tokenizer, ids: torch.Tensor) -> int:
+    """Which of a reply's tokens ids [n] is the first behind "<answer>"; 0 where that is missing or
+    nothing follows. The tag may be one token or several."""
+    pieces = tokenizer.batch_decode(ids[:, None])
+    end = "".join(pieces).find("<answer>") + len("<answer>")
+    starts = np.cumsum([0, *map(len, pieces)])[:-1]
+    return int((starts < end).sum()) % len(ids) if end >= len("<answer>") else 0
 
 
 def behind(mask: torch.Tensor, begin: list[int]) -> torch.Tensor:
@@ -798,7 +796,8 @@ def main(args: Args) -> dict:
                     w = (args.minibatches * weights[inds]).float().to(device)  # [S], the mean of J
                     acted = mask
                     if args.loss_on == "answer":
-                        acted = behind(mask, [samples[i].answer for i in inds])
+                        ids = [samples[i].ids for i in inds]
+                        acted = behind(mask, [answer_start(policy.tokenizer, x) for x in ids])
                     policy_loss = hygrow.grow_loss(
                         new["logprobs"], old["logprobs"], advantages[inds].float().to(device), w,
                         acted, clip=args.clip, ratio=args.ratio,
