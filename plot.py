@@ -99,7 +99,8 @@ def metrics(run: str) -> list[dict]:
     file = Path(run) / "metrics.jsonl"
     if not file.exists():
         raise SystemExit(f"plot.py: {run} holds no metrics.jsonl; is it the folder of a run?")
-    return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+    lines = file.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def script(args: dict) -> str:
@@ -119,10 +120,11 @@ def read(run: str, of: str | None = None) -> tuple[dict, list[dict]]:
 
 
 def lines(axis, runs: list[list[dict]], name: str, colour: str, label: str, style="-") -> None:
-    """A metric over iterations: thin the runs, thick their median where all have it."""
+    """A metric over iterations: thin the runs, thick their median where all have it. None: the
+    actions of a success where there was none."""
     points = {}
     for records in runs:
-        having = [r for r in records if name in r]
+        having = [r for r in records if r.get(name) is not None]
         axis.plot([r["iteration"] for r in having], [r[name] for r in having], colour, alpha=0.3,
                   lw=1, ls=style)
         for r in having:
@@ -254,7 +256,8 @@ def summary(options: Summary) -> None:
         _, records = read(run, of)
         names.append(run if records[-1]["label"] == "end" else f"{run} (unfinished)")
         ends = (records[0], records[-1])
-        rows.append([*(r.get(key, math.nan) for r in ends for key in columns.values()),
+        values = (r.get(key) for r in ends for key in columns.values())
+        rows.append([*(math.nan if value is None else value for value in values),
                      records[-1]["time/seconds"] / 60])
     heads = [*(f"{when} {name}" for when in ("cold start", "end") for name in columns), "minutes"]
     print(f"| run | {' | '.join(heads)} |\n{'|---' * (len(heads) + 1)}|")

@@ -285,6 +285,28 @@ def test_resume_is_bit_for_bit(tmp_path, beginner):
     assert strip((tmp_path / "parts" / "metrics.jsonl").read_text()) == strip(lines)
 
 
+def test_damage_is_named_and_a_torn_log_is_mended(tmp_path):
+    """Nothing that a resumed run needs may be missing in silence, nor may it become another run."""
+    train_grow.main(small(tmp_path, cold_start=0))
+    last, log = tmp_path / "step_000001", tmp_path / "metrics.jsonl"
+    args = train_grow.parse_args(["--resume", str(tmp_path), "--iterations", "2"])
+    for name, text in (("state.json", b"{}"), ("critic.safetensors", None)):
+        whole = (last / name).read_bytes()
+        (last / name).write_bytes(text) if text else (last / name).unlink()
+        with pytest.raises(SystemExit, match=f"damaged .*{name}.* from the one before"):
+            train_grow.main(args)
+        (last / name).write_bytes(whole)
+    for flags in (["--model", "other"], ["--image-size", "63"]):
+        with pytest.raises(SystemExit, match=f"--resume cannot change {flags[0]} from "):
+            train_grow.parse_args(["--resume", str(tmp_path), *flags])
+    before = metrics(tmp_path)
+    assert before[0]["eval/success"] == 0 and before[0]["eval/steps"] is None  # not 0, the best
+    log.write_text(log.read_text() + '{"iteration": 1, "eval_by_task": {"x": 0.0}')
+    train_grow.main(args)
+    after = metrics(tmp_path)
+    assert after[:len(before)] == before and [m["iteration"] for m in after[len(before):]] == [2, 2]
+
+
 @pytest.mark.parametrize("changes", [
     dict(algo="grpo_trajectory", drop_equal_groups=True), dict(algo="rloo", epochs=2),
     dict(statistics="balanced", history=2), dict(group_size=1), dict(groups=1, minibatches=8),

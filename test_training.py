@@ -517,6 +517,14 @@ def test_damaged_files_are_named(tmp_path):
         with pytest.raises(SystemExit, match="damaged"):
             train_hygae.main(args)
         (last / name).write_bytes(whole)
+    for name, text in (("state.json", b"{}"), ("critic.safetensors", None)):
+        whole = (last / name).read_bytes()
+        (last / name).write_bytes(text) if text else (last / name).unlink()
+        with pytest.raises(SystemExit, match=f"damaged .*{name}.* from the one before"):
+            train_hygae.main(args)
+        (last / name).write_bytes(whole)
+    with pytest.raises(SystemExit, match="cannot change --env from 'FrozenLake'; begin a new run"):
+        train_hygae.parse_args(["--resume", str(tmp_path), "--env", "Sokoban"])
     weights = load_file(last / "model.safetensors")
     weights.pop("lm_head.weight")
     save_file(weights, last / "model.safetensors", metadata={"format": "pt"})

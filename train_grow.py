@@ -384,11 +384,11 @@ def evaluate(policy, args, env, rank, world, episodes: int, *, temperature=None,
     rates = total[:, 1] / total[:, 0].clamp(min=1)
     everything = total.sum(0).tolist()
     fine, won, moves, valid, replies, locked, in_view, found, searched, faults = everything
-    out = {"success": rates.mean().item(), "steps": moves / max(won, 1),
+    out = {"success": rates.mean().item(), "steps": moves / won if won else None,
            "valid": valid / max(replies, 1), "locking": locked / max(in_view, 1),
            "env_faults": faults}
     if away:
-        out |= {"reacquired": found / max(fine, 1), "reacquire_steps": searched / max(found, 1)}
+        out |= {"reacquired": found / max(fine, 1), "reacquire_steps": searched / found if found else None}
     for kind in dict.fromkeys(kinds):
         chosen = [i for i, k in enumerate(kinds) if k == kind]
         out[f"success_{kind}"] = rates[chosen].mean().item()
@@ -572,6 +572,10 @@ def load_checkpoint(optimizer, policy, folder: Path) -> dict:
     try:
         moments = load_file(folder / "optimizer.safetensors")
         state = json.loads((folder / "state.json").read_text())
+        if not {"iteration", "seconds"} <= state.keys():
+            raise OSError("state.json lacks iteration or seconds")
+        if not (folder / "critic.safetensors").exists():  # else the value head would be a new one
+            raise OSError("no critic.safetensors")
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(
             f"{folder} is damaged ({error}); delete it, and --resume goes on from the one before"
@@ -592,9 +596,10 @@ class Log:
         self.path = run / "metrics.jsonl"
         kept = []
         if last is not None and self.path.exists():
-            lines = [line for line in self.path.read_text().splitlines() if line.endswith("}")]
-            kept = [line for line in lines if json.loads(line).get("iteration", 0) <= last]
-        self.path.write_text("".join(line + "\n" for line in kept))
+            lines = self.path.read_text().splitlines(keepends=True)
+            whole = [line for line in lines if line.endswith("\n")]  # a kill may tear the last one
+            kept = [line for line in whole if json.loads(line).get("iteration", 0) <= last]
+        self.path.write_text("".join(kept))
         purge = None if last is None else last + 1
         self.board = SummaryWriter(run / "tensorboard", purge_step=purge)
 
@@ -721,7 +726,8 @@ def main(args: Args) -> dict:
             if thorough:
                 rates |= diagnose(policy, args, tasks, rank, world)
             result |= {f"{name}/{key}": value for key, value in rates.items()}
-            shown = (f"{key} {value:.1f}" if key.endswith("steps") else f"{key} {value:.1%}"
+            shown = (f"{key} " + ("-" if value is None else format(
+                         value, ".1f" if key.endswith("steps") else ".1%"))
                      for key, value in rates.items() if key not in ("env_faults", "away_left_out"))
             lines.append(f"\n  {tasks} tasks: {', '.join(shown)}")
         result["time/seconds"] = time.time() - began
@@ -855,7 +861,7 @@ def main(args: Args) -> dict:
         kinds = {key.removeprefix("rollout/success_"): f"{value:.2f}"
                  for key, value in metrics.items() if key.startswith("rollout/success_")}
         bar.set_postfix(success=f"{metrics['rollout/success']:.2f}", **kinds,
-                        steps=f"{metrics['rollout/steps']:.0f}",
+                        steps=f"{metrics['rollout/steps'] or math.nan:.0f}",
                         zero=f"{metrics['advantage/zero_frac']:.2f}",
                         tok_s=f"{metrics['time/tokens_per_s']:.0f}",
                         MB=f"{metrics['memory/peak_mb']:.0f}", refresh=False)
@@ -903,7 +909,7 @@ def iteration_metrics(env, played, advantages, losses, reference_kl, updates: in
         "rollout/success": won / max(episodes, 1),
         **{f"rollout/success_{kind}": split[2 * i] / max(split[2 * i + 1], 1)
            for i, kind in enumerate(kinds)},
-        "rollout/steps": moves / max(won, 1),
+        "rollout/steps": moves / won if won else None,
         "rollout/valid": valid / replies_,
         "rollout/cut": cut / replies_,
         "rollout/env_faults": faults,
@@ -939,8 +945,13 @@ def parse_args(argv: list[str] | None = None) -> Args:
             stored["env_options"] = tuple(stored["env_options"])
             default = Args(**stored)
         except (ValueError, KeyError, TypeError) as error:
-            sys.exit(f"train_grow.py: {saved} does not fit this version ({error!r})")
+            sys.exit(f"train_grow.py: {saved} does not fit this version or script ({error!r})")
     args = tyro.cli(Args, args=argv, default=default, description=__doc__)
+    for name in ("env", "model", "image_size") if resume else ():
+        if getattr(args, name) != getattr(default, name):
+            sys.exit(f"train_grow.py: --resume cannot change {flag(name)} from "
+                     f"{getattr(default, name)!r}; begin a new run from its checkpoint with "
+                     f"--model {resume}/step_...")
     if args.resume and args.run_dir not in ("", default.run_dir):
         sys.exit("train_grow.py: give --resume or --run-dir, not both")
     return args

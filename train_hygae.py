@@ -409,6 +409,10 @@ def load_checkpoint(optimizer, policy, folder: Path) -> dict:
     try:
         moments = load_file(folder / "optimizer.safetensors")
         state = json.loads((folder / "state.json").read_text())
+        if not {"iteration", "seconds"} <= state.keys():
+            raise OSError("state.json lacks iteration or seconds")
+        if not (folder / "critic.safetensors").exists():  # else the value head would be a new one
+            raise OSError("no critic.safetensors")
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(
             f"{folder} is damaged ({error}); delete it, and --resume goes on from the one before"
@@ -429,9 +433,10 @@ class Log:
         self.path = run / "metrics.jsonl"
         kept = []
         if last is not None and self.path.exists():
-            lines = [line for line in self.path.read_text().splitlines() if line.endswith("}")]
-            kept = [line for line in lines if json.loads(line).get("iteration", 0) <= last]
-        self.path.write_text("".join(line + "\n" for line in kept))
+            lines = self.path.read_text().splitlines(keepends=True)
+            whole = [line for line in lines if line.endswith("\n")]  # a kill may tear the last one
+            kept = [line for line in whole if json.loads(line).get("iteration", 0) <= last]
+        self.path.write_text("".join(kept))
         purge = None if last is None else last + 1
         self.board = SummaryWriter(run / "tensorboard", purge_step=purge)
 
@@ -722,8 +727,13 @@ def parse_args(argv: list[str] | None = None) -> Args:
             stored["env_options"] = tuple(stored["env_options"])
             default = Args(**stored)
         except (ValueError, KeyError, TypeError) as error:
-            sys.exit(f"train_hygae.py: {saved} does not fit this version ({error!r})")
+            sys.exit(f"train_hygae.py: {saved} does not fit this version or script ({error!r})")
     args = tyro.cli(Args, args=argv, default=default, description=__doc__)
+    for name in ("env", "model") if resume else ():
+        if getattr(args, name) != getattr(default, name):
+            sys.exit(f"train_hygae.py: --resume cannot change {flag(name)} from "
+                     f"{getattr(default, name)!r}; begin a new run from its checkpoint with "
+                     f"--model {resume}/step_...")
     if args.resume and args.run_dir not in ("", default.run_dir):
         sys.exit("train_hygae.py: give --resume or --run-dir, not both")
     return args
