@@ -113,7 +113,10 @@ def read(run: str, of: str | None = None) -> tuple[dict, list[dict]]:
     records = [line for line in metrics(run) if line.get("label", "untrained") != "untrained"]
     if not records:
         raise SystemExit(f"plot.py: {run} has no evaluation yet; the first follows the cold start")
-    args = json.loads((Path(run) / "args.json").read_text())
+    try:
+        args = json.loads((Path(run) / "args.json").read_text())
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"plot.py: {run}/args.json cannot be read ({error})") from error
     if of and script(args) != of:
         raise SystemExit(f"plot.py: {run} is a run of {script(args)}; this picture is for {of}")
     return args, records
@@ -301,6 +304,8 @@ if __name__ == "__main__":
         | Annotated[Memory, tyro.conf.subcommand("memory")],
         description=__doc__,
     )
+    if not getattr(command, "runs", True):
+        raise SystemExit("plot.py: --runs names no run; their folders are runs/...")
     draw = {Curve: curve, Episode: episode, Classes: classes, Compare: compare,
             Summary: summary, Memory: memory}
     draw[type(command)](command)

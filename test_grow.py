@@ -74,6 +74,7 @@ def test_members_of_a_group_start_alike_and_act_apart(policy, args):
     env = args.make_env("train", "seen")
     starts = train_grow.start_groups(env, [0, 1], args, first_seed=7)
     assert len(starts) == 6
+    assert [e.env.task.name for e in starts[::3]] == [env.tasks[7 % 6], env.tasks[8 % 6]]  # in turn
     frames = [begun.observation["image"].tobytes() for begun in starts]
     assert len(set(frames[:3])) == len(set(frames[3:])) == 1 and frames[0] != frames[3]
     assert len({id(begun.env) for begun in starts}) == 6

@@ -117,19 +117,19 @@ class Args:
     """AdamW learning rate, annealed linearly to a tenth."""
     max_grad_norm: float = 1.0
     """Gradient clipping; an update whose gradient is not finite is skipped and counted."""
-    iterations: int = 40
+    iterations: int = 36
     """Iterations of reinforcement learning."""
     cold_start: int = 3000
     """Supervised steps (of 6 samples from each of 4 demonstrations) before; 0 for none. Their
     learning rate is 3e-3 for the tiny model, else --lr."""
     demo_noise: float = 0.7
     """Share of random actions in the demonstrations."""
-    eval_every: int = 10
+    eval_every: int = 12
     """Iterations between evaluations on held-out worlds, seen and unseen tasks."""
     eval_episodes: int = 8
     """Episodes a task of an evaluation and of a diagnostic; success before and after reinforcement
     learning is measured on three times as many."""
-    save_every: int = 10
+    save_every: int = 12
     """Iterations between checkpoints; the newest two are kept, and the cold start's."""
     seed: int = 1
     """Seed of weights, worlds and sampling."""
@@ -158,6 +158,9 @@ class Args:
                             ("statistics", ("pooled", "balanced")), ("ratio", ("token", "action")),
                             ("loss_on", ("answer", "reply"))):
             need(name, known.__contains__, f"is none of {', '.join(known)}")
+        if self.group_size == 1 and self.algo in ("grpo_trajectory", "rloo"):
+            raise ValueError(f"--group-size 1 leaves --algo {self.algo} nothing to compare an episode "
+                             "with: every advantage would be 0; give 2 or more, or --algo grow")
         self.make_env("train", self.tasks)  # refuses unknown names before anything is spent
 
     def make_env(self, split: str, tasks: str, **changes):
@@ -343,10 +346,12 @@ def start(env, seed: int, task: str | None = None, away: bool = False) -> Episod
 
 
 def start_groups(env, groups: list[int], args, first_seed: int) -> list[Episode]:
-    """Each group's world is made once and cloned for its members: they start alike."""
+    """Each group's world is made once and cloned for its members: they start alike. The tasks come
+    in turn, so that chance gives none of them more groups than another."""
     episodes = []
     for group in groups:
-        first = start(env, first_seed + group)
+        seed = first_seed + group
+        first = start(env, seed, env.tasks[seed % len(env.tasks)])
         for _ in range(args.group_size):
             member = env if first.fault else first.env.clone()
             episodes.append(Episode(member, first.observation, first.info, fault=first.fault))
@@ -365,7 +370,8 @@ def evaluate(policy, args, env, rank, world, episodes: int, *, temperature=None,
     plays = [(task, k) for task in env.tasks for k in range(episodes)]
     noise = numbers(EVAL, shape=(len(plays), args.horizon, args.max_tokens))
     mine = list(range(rank, len(plays), world))
-    total = torch.zeros(len(env.tasks), 10, dtype=torch.float64)
+    total = torch.zeros(len(env.tasks), 11, dtype=torch.float64)
+    solved_in = torch.zeros(len(plays), dtype=torch.long)  # actions; 0 where it was not solved
     for low in range(0, len(mine), 64):
         rows = mine[low:low + 64]
         episodes = [start(env.clone(), plays[row][1], plays[row][0], away) for row in rows]
@@ -373,26 +379,29 @@ def evaluate(policy, args, env, rank, world, episodes: int, *, temperature=None,
         for row, episode in zip(rows, episodes):
             task = env.tasks.index(plays[row][0])
             if episode.fault:
-                total[task, 9] += 1
+                total[task, 10] += 1
                 continue
-            total[task, :9] += torch.tensor([
-                1, episode.success, episode.success * episode.moves, episode.valid,
+            total[task, :10] += torch.tensor([
+                1, episode.success, episode.success * episode.moves, episode.moves, episode.valid,
                 len(episode.samples), sum(episode.locked), len(episode.locked),
                 episode.found is not None, episode.found or 0], dtype=torch.float64)
-    total = all_reduce_sum(total)
+            solved_in[row] = episode.success * episode.moves
+    total, solved_in = all_reduce_sum(total), all_reduce_sum(solved_in).view(len(env.tasks), -1)
     kinds = [TASKS[name].kind for name in env.tasks]
     rates = total[:, 1] / total[:, 0].clamp(min=1)
-    everything = total.sum(0).tolist()
-    fine, won, moves, valid, replies, locked, in_view, found, searched, faults = everything
+    fine, won, moves, played, valid, replies, locked, in_view, found, searched, faults = (
+        total.sum(0).tolist())
     out = {"success": rates.mean().item(), "steps": moves / won if won else None,
-           "valid": valid / max(replies, 1), "locking": locked / max(in_view, 1),
+           "steps_per_success": played / won if won else None, "valid": valid / max(replies, 1), "locking": locked / max(in_view, 1),
            "env_faults": faults}
     if away:
-        out |= {"reacquired": found / max(fine, 1), "reacquire_steps": searched / found if found else None}
+        out |= {"reacquired": found / max(fine, 1),
+                "reacquire_steps": searched / found if found else None}
     for kind in dict.fromkeys(kinds):
         chosen = [i for i, k in enumerate(kinds) if k == kind]
         out[f"success_{kind}"] = rates[chosen].mean().item()
     out["by_task"] = dict(zip(env.tasks, rates.tolist()))
+    out["solved_in"] = dict(zip(env.tasks, solved_in.tolist()))
     return out
 
 
@@ -710,6 +719,10 @@ def main(args: Args) -> dict:
     rows = [g * args.group_size + i for g in groups for i in range(args.group_size)]
     size = sum(p.numel() for p in parameters)
     say(f"{args.env}, {args.model} model, {size:,} parameters, {world} process(es), folder {run}")
+    cell, token = args.image_size // 9, policy.processor.patch_size * policy.processor.merge_size
+    if cell != token:
+        say(f"note: a cell of the frame is {cell} px wide, a visual token of {args.model} {token}; "
+            f"--image-size {9 * token} makes them one")
     began, first, evaluation = time.time(), 1, {}
 
     def measure(label: str, iteration: int, thorough: bool = False) -> dict:
@@ -722,12 +735,13 @@ def main(args: Args) -> dict:
             name = "eval" if tasks == args.tasks else f"eval_{tasks}"
             rates = evaluate(policy, args, args.make_env("eval", tasks), rank, world,
                              args.eval_episodes * (3 if thorough else 1))
-            result[f"{name}_by_task"] = rates.pop("by_task")
+            for table in ("by_task", "solved_in"):
+                result[f"{name}_{table}"] = rates.pop(table)
             if thorough:
                 rates |= diagnose(policy, args, tasks, rank, world)
             result |= {f"{name}/{key}": value for key, value in rates.items()}
             shown = (f"{key} " + ("-" if value is None else format(
-                         value, ".1f" if key.endswith("steps") else ".1%"))
+                         value, ".1f" if "steps" in key else ".1%"))
                      for key, value in rates.items() if key not in ("env_faults", "away_left_out"))
             lines.append(f"\n  {tasks} tasks: {', '.join(shown)}")
         result["time/seconds"] = time.time() - began
