@@ -57,7 +57,7 @@ class Episode:
 @dataclass(frozen=True)
 class Classes:
     """GROW: held-out success by class of task over iterations, thin lines the runs, thick lines
-    their median; and the actions that a success takes."""
+    their median; and the actions that are played for each success, those of failures included."""
 
     runs: tuple[str, ...]
     """Run folders of train_grow.py, usually the same command with several seeds."""
@@ -198,10 +198,10 @@ def classes(options: Classes) -> None:
     for i, key in enumerate(kinds):
         lines(left, runs, key, f"C{i}", key.removeprefix("eval/success_"))
     lines(left, runs, "eval_unseen/success", "0.5", "tasks unseen in RL", "--")
-    lines(right, runs, "eval/steps", "k", "seen tasks")
-    lines(right, runs, "eval_unseen/steps", "0.5", "tasks unseen in RL", "--")
+    lines(right, runs, "eval/steps_per_success", "k", "seen tasks")
+    lines(right, runs, "eval_unseen/steps_per_success", "0.5", "tasks unseen in RL", "--")
     left.set(ylabel="success on unseen worlds", ylim=(0, 1))
-    right.set(ylabel="actions of a success, mean", ylim=(0, None))
+    right.set(ylabel="actions played for each success", ylim=(0, None))
     for axis in (left, right):
         axis.set(xlabel="iteration of reinforcement learning (0: after the cold start)")
         axis.grid(alpha=0.3)
@@ -245,13 +245,21 @@ def compare(options: Compare) -> None:
         print(f"| {name} | {success[0]:.1%} | {np.interp(most, steps, success):.1%} |")
 
 
+def solved_by_both(first: dict, last: dict) -> list[float | None]:
+    """Mean actions in the episodes of the seen tasks that two evaluations both solved: a success
+    rate that grows takes in longer episodes, and the mean over all successes with them."""
+    pairs = [(a, b) for task, before in first["eval_solved_in"].items()
+             for a, b in zip(before, last["eval_solved_in"].get(task, [])) if a and b]
+    return [sum(column) / len(pairs) for column in zip(*pairs)] or [None, None]
+
+
 def summary(options: Summary) -> None:
     """Cold start and end, the columns of the script that made the first run."""
     of = script(read(options.runs[0])[0])
     if of == "train_grow.py":
         columns = {"seen tasks": "eval/success", "greedy": "eval/greedy_success",
-                   "steps": "eval/steps", "unseen tasks": "eval_unseen/success",
-                   "unseen greedy": "eval_unseen/greedy_success"}
+                   "steps per success": "eval/steps_per_success",
+                   "unseen tasks": "eval_unseen/success"}
     else:
         columns = {"sampled": "eval/success", "greedy": "eval/greedy_success"}
     names, rows = [], []
@@ -259,13 +267,19 @@ def summary(options: Summary) -> None:
         _, records = read(run, of)
         names.append(run if records[-1]["label"] == "end" else f"{run} (unfinished)")
         ends = (records[0], records[-1])
-        values = (r.get(key) for r in ends for key in columns.values())
+        values = [r.get(key) for r in ends for key in columns.values()]
+        if of == "train_grow.py":
+            values += solved_by_both(*ends)
         rows.append([*(math.nan if value is None else value for value in values),
                      records[-1]["time/seconds"] / 60])
-    heads = [*(f"{when} {name}" for when in ("cold start", "end") for name in columns), "minutes"]
+    heads = [f"{when} {name}" for when in ("cold start", "end") for name in columns]
+    if of == "train_grow.py":
+        heads += ["solved by both: steps before", "after"]
+    heads += ["minutes"]
     print(f"| run | {' | '.join(heads)} |\n{'|---' * (len(heads) + 1)}|")
     for name, row in [*zip(names, rows), ("median", [median(column) for column in zip(*rows)])]:
-        formats = (".1f" if head.endswith(("steps", "minutes")) else ".1%" for head in heads)
+        formats = (".1%" if head.endswith(("tasks", "greedy", "sampled")) else ".1f"
+                   for head in heads)
         cells = ("-" if math.isnan(x) else format(x, form) for x, form in zip(row, formats))
         print(f"| {name} | {' | '.join(cells)} |")
 

@@ -199,6 +199,25 @@ def test_diagnostics_by_hand():
     assert lost.found == 3 and lost.locked == [False] and len(lost.samples) == 4
 
 
+def test_evaluation_counts_actions(monkeypatch):
+    """Solved in 4, failed after 5, solved in 6, dropped: a success has 5 actions, and costs 7.5."""
+    outcomes = iter([(True, 4), (False, 5), (True, 6), (True, 9)] + [(False, 5)] * 4)
+
+    def collect(policy, episodes, args, uniforms, temperature):
+        for episode in episodes:
+            episode.success, episode.moves = next(outcomes)
+            episode.fault = episode.moves == 9
+
+    monkeypatch.setattr(train_grow, "collect", collect)
+    args = Args(tasks="collect_wood", horizon=5)
+    out = train_grow.evaluate(None, args, args.make_env("eval", args.tasks), 0, 1, 4)
+    assert out["solved_in"] == {"collect_wood": [4, 0, 6, 0]}
+    assert out["by_task"] == {"collect_wood": 2 / 3}
+    assert (out["steps"], out["steps_per_success"], out["env_faults"]) == (5, 7.5, 1)
+    out = train_grow.evaluate(None, args, args.make_env("eval", args.tasks), 0, 1, 4)
+    assert out["success"] == 0 and out["steps"] is out["steps_per_success"] is None
+
+
 def test_diagnose_asks_for_the_worlds_it_names(monkeypatch):
     """Greedy, moved away, and as many distractors as the metric's name says."""
     asked = []
@@ -266,7 +285,8 @@ def test_two_processes_are_one(tmp_path, beginner, algo):
     for one, two in zip(metrics(tmp_path / "1"), metrics(tmp_path / "2")):
         for name, value in one.items():
             if "/" in name and not name.startswith(("time/", "memory/")):
-                assert two[name] == (value if value is None else pytest.approx(value, rel=1e-3, abs=1e-5)), name
+                close = value if value is None else pytest.approx(value, rel=1e-3, abs=1e-5)
+                assert two[name] == close, name
 
 
 def test_resume_is_bit_for_bit(tmp_path, beginner):
@@ -356,6 +376,7 @@ def test_faulty_world_is_counted_and_survived(tmp_path, beginner, monkeypatch, c
     (["--gamma", "1.5"], "--gamma 1.5 is outside"),
     (["--tasks", "fly"], "tasks='fly' is not in Crafter"),
     (["--horizon", "0"], "--horizon 0 must be at least 1"),
+    (["--group-size", "1", "--algo", "rloo"], "--group-size 1 leaves --algo rloo nothing to comp"),
     (["--env-options", "horizon=3"], "--env-options horizon is not set there; see --horizon"),
     (["--env-options", "area"], "'area' is not of the form name=value"),
 ])
@@ -405,10 +426,12 @@ def fake_run(folder: Path, success: list, steps: list, samples: int, **changes) 
         records += [{"iteration": k, "rollout/samples": samples}] if k else []
         label = {0: "cold start", len(success) - 1: "end"}.get(k, f"iteration {k}")
         record = {"iteration": k, "label": label, "time/seconds": 60.0 * k,
-                  "eval/success": share, "eval/success_craft": share / 2, "eval/steps": moves,
-                  "eval_unseen/success": share / 4, "eval_unseen/steps": moves}
+                  "eval/success": share, "eval/success_craft": share / 2,
+                  "eval/steps_per_success": moves, "eval_unseen/success": share / 4,
+                  "eval_unseen/steps_per_success": moves,
+                  "eval_solved_in": {"x": [8 - k, 0, 6 - k], "y": [k, 5, 0]}}
         if not label.startswith("iteration"):  # the ends have more
-            record |= {"eval/greedy_success": 0.5, "eval_unseen/greedy_success": 0.25}
+            record |= {"eval/greedy_success": 0.5}
         records.append(record)
     lines = [json.dumps(record) for record in records] + ['{"iteration": 9, "torn']
     (folder / "metrics.jsonl").write_text("\n".join(lines))
@@ -422,8 +445,8 @@ def test_tables_and_pictures_of_runs(tmp_path, capsys):
     c = fake_run(tmp_path / "c", [0.3, 0.3, 0.7], [20, 18, 12], 90, gamma=0.9)
     plot.summary(plot.Summary((a, b, c)))
     median = capsys.readouterr().out.splitlines()[-1]
-    assert median == ("| median | 20.0% | 50.0% | 20.0 | 5.0% | 25.0% "
-                      "| 60.0% | 50.0% | 14.0 | 15.0% | 25.0% | 2.0 |")
+    assert median == ("| median | 20.0% | 50.0% | 20.0 | 5.0% "
+                      "| 60.0% | 50.0% | 14.0 | 15.0% | 6.3 | 5.0 | 2.0 |")  # 8, 6, 5 -> 6, 4, 5
     plot.compare(plot.Compare((a, b, c), str(tmp_path / "compare.png")))
     table = capsys.readouterr().out.splitlines()
     assert table[0] == "| | start | after 160 steps |"  # b has played the fewest

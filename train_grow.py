@@ -159,8 +159,8 @@ class Args:
                             ("loss_on", ("answer", "reply"))):
             need(name, known.__contains__, f"is none of {', '.join(known)}")
         if self.group_size == 1 and self.algo in ("grpo_trajectory", "rloo"):
-            raise ValueError(f"--group-size 1 leaves --algo {self.algo} nothing to compare an episode "
-                             "with: every advantage would be 0; give 2 or more, or --algo grow")
+            raise ValueError(f"--group-size 1 leaves --algo {self.algo} nothing to compare with: "
+                             "every advantage would be 0; give 2 or more, or --algo grow")
         self.make_env("train", self.tasks)  # refuses unknown names before anything is spent
 
     def make_env(self, split: str, tasks: str, **changes):
@@ -392,7 +392,8 @@ def evaluate(policy, args, env, rank, world, episodes: int, *, temperature=None,
     fine, won, moves, played, valid, replies, locked, in_view, found, searched, faults = (
         total.sum(0).tolist())
     out = {"success": rates.mean().item(), "steps": moves / won if won else None,
-           "steps_per_success": played / won if won else None, "valid": valid / max(replies, 1), "locking": locked / max(in_view, 1),
+           "steps_per_success": played / won if won else None,
+           "valid": valid / max(replies, 1), "locking": locked / max(in_view, 1),
            "env_faults": faults}
     if away:
         out |= {"reacquired": found / max(fine, 1),
