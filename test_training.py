@@ -507,14 +507,14 @@ def test_resume_takes_flags_on_top_of_the_runs_own(tmp_path):
     assert (again.critic, again.kl_coef) == ("shared", 0)  # a refused start changes nothing
 
 
-def test_damaged_files_are_named(tmp_path):
+def test_damaged_files_are_named(tmp_path, capsys):
     train_hygae.main(small(tmp_path, iterations=2))
     args = train_hygae.parse_args(["--resume", str(tmp_path), "--iterations", "3"])
     last = tmp_path / "step_000002"
     for name in ("optimizer.safetensors", "critic.safetensors", "model.safetensors"):
         whole = (last / name).read_bytes()
         (last / name).write_bytes(whole[: len(whole) // 2])
-        with pytest.raises(SystemExit, match="damaged"):
+        with pytest.raises(SystemExit, match="damaged .*from the one before"):
             train_hygae.main(args)
         (last / name).write_bytes(whole)
     for name, text in (("state.json", b"{}"), ("critic.safetensors", None)):
@@ -525,6 +525,10 @@ def test_damaged_files_are_named(tmp_path):
         (last / name).write_bytes(whole)
     with pytest.raises(SystemExit, match="cannot change --env from 'FrozenLake'; begin a new run"):
         train_hygae.parse_args(["--resume", str(tmp_path), "--env", "Sokoban"])
+    (last / "state.json").rename(last / "state.away")
+    train_hygae.setup(args)
+    assert f"{last} has no state.json: it is passed over" in capsys.readouterr().err
+    (last / "state.away").rename(last / "state.json")
     weights = load_file(last / "model.safetensors")
     weights.pop("lm_head.weight")
     save_file(weights, last / "model.safetensors", metadata={"format": "pt"})

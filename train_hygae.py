@@ -475,6 +475,9 @@ def setup(args):
         dist.broadcast_object_list(run)  # rank 0's clock names the run
     run = Path(run[0])
     found = checkpoints(run) if args.resume else []
+    for folder in run.glob("step_*") if args.resume and rank == 0 else ():
+        if folder not in found and folder.suffix == "":
+            print(f"{folder} has no state.json: it is passed over", file=sys.stderr)
     if not args.resume and (run / "args.json").exists():
         raise ValueError(f"--run-dir {run} holds a run already; --resume {run} goes on with it")
     if found and int(found[-1].name[5:]) >= args.iterations:
@@ -502,7 +505,13 @@ def build_policy(args, rank, device, run: Path, checkpoint):
             make_tiny(source, texts, args.seed)
         if dist.is_initialized():
             dist.barrier()
-    return load_policy(source, critic=args.critic, seed=args.seed, device=device)
+    try:
+        return load_policy(source, critic=args.critic, seed=args.seed, device=device)
+    except ValueError as error:
+        if not checkpoint:
+            raise
+        raise ValueError(f"{checkpoint} is damaged ({error}); delete it, and --resume goes on "
+                         "from the one before") from error
 
 
 def save_reference(policy, rank, run: Path) -> None:
