@@ -60,7 +60,8 @@ class Args:
     before the action, cells that carry their place. A pretrained model should read the rules: give
     --env-options with nothing, or others, behind it."""
     tasks: str = "seen"
-    """Tasks that training draws from: seen, unseen, all, a class or a name (openworld.TASKS)."""
+    """Tasks that training goes through in turn: seen, unseen, all, a class (embodied, craft, combat,
+    gui) or a name (openworld.TASKS). The cold start demonstrates all."""
     horizon: int = 50
     """Actions an episode; a longer episode has failed."""
     image_size: int = 126
@@ -69,17 +70,19 @@ class Args:
     history: int = 1
     """Frames in a sample, with the actions between them."""
     model: str = "tiny"
-    """"tiny" (built here, no download), or a folder or hub id of Qwen2-VL, Qwen2.5-VL, Qwen3-VL."""
+    """"tiny" (built here, no download), or a folder (RUN/step_... too) or hub id of Qwen2-VL,
+    Qwen2.5-VL, Qwen3-VL."""
     algo: str = "grow"
     """grow; or, on the same samples, grpo_trajectory (one advantage a trajectory), rloo (the same,
     leave-one-out, not divided by the deviation), ppo (value head, GAE over steps)."""
     gamma: float = 0.97
-    """Discount per step in [0, 1]; formula in hygrow.grow_rewards."""
+    """Discount per step in [0, 1]: a success's first step weighs gamma^(its length - 1), its last 1;
+    formula in hygrow.grow_rewards."""
     lam: float = 0.95
     """GAE lambda per step in [0, 1], --algo ppo only."""
     statistics: str = "balanced"
-    """Mean and deviation over a group's samples (pooled) or trajectories (balanced); formula in
-    hygrow.grow_advantages."""
+    """Mean and deviation of a group: each sample counts alike (pooled), or each trajectory does,
+    whatever its length (balanced); formula in hygrow.grow_advantages."""
     ratio: str = "token"
     """Probability ratio of a token or of the whole action; formula in hygrow.grow_loss."""
     loss_on: str = "reply"
@@ -89,7 +92,8 @@ class Args:
     """Leave out groups whose members all succeeded, too (DAPO); groups that all failed have no
     signal in any case."""
     groups: int = 8
-    """Groups an iteration, over all processes: a task and a world each."""
+    """Groups an iteration, over all processes (a multiple of their number): a task and a world
+    each."""
     group_size: int = 8
     """Members of a group."""
     clip: float = 0.2
