@@ -207,7 +207,7 @@ def update(policy, optimizer, system: str, samples: list[Sample], layout: str, a
     else:
         pieces = [samples[low:low + size] for low in range(0, len(samples), size)]
         episode = train_grow.Episode(samples=samples, success=True)
-        advantages, weights, _ = advantages_of([episode], torch.tensor([0]), args, None)
+        advantages, weights, *_ = advantages_of([episode], torch.tensor([0]), 1, args, None)
     for piece, a, w in zip(pieces, advantages.split(size), weights.split(size)):
         what = policy, system, piece
         part = collate([conversation(*what)] if whole else transcribe(*what))

@@ -67,8 +67,8 @@ class Classes:
 
 @dataclass(frozen=True)
 class Compare:
-    """GROW and its relatives: held-out success on seen tasks against the steps played in the world;
-    also as a table at the most steps that all runs have reached."""
+    """GROW and its relatives: held-out success on seen tasks against the actions played in
+    training; also as a table at the most actions that all runs have reached."""
 
     runs: tuple[str, ...]
     """Run folders of train_grow.py that differ in --algo, --gamma or another flag."""
@@ -212,12 +212,12 @@ def classes(options: Classes) -> None:
 
 
 def against_steps(run: str) -> tuple[list, list]:
-    """Steps played in training so far, and success on seen tasks, at each evaluation."""
+    """Actions played in training so far, and success on seen tasks, at each evaluation."""
     _, records = read(run, "train_grow.py")
     played = {0: 0}
     for line in metrics(run):
-        if "rollout/samples" in line:
-            played[line["iteration"]] = played[line["iteration"] - 1] + line["rollout/samples"]
+        if "rollout/actions" in line:
+            played[line["iteration"]] = played[line["iteration"] - 1] + line["rollout/actions"]
     return [played[r["iteration"]] for r in records], [r["eval/success"] for r in records]
 
 
@@ -234,13 +234,13 @@ def compare(options: Compare) -> None:
         axis.plot(steps, success, f"C{i}", marker="o", label=name)
     most = min(steps[-1] for _, steps, _ in curves)
     axis.axvline(most, color="0.7", lw=1)
-    axis.set(xlabel="steps played in the training worlds", ylim=(0, None),
+    axis.set(xlabel="actions played in the training worlds", ylim=(0, None),
              ylabel="success on unseen worlds, seen tasks")
     axis.grid(alpha=0.3)
     axis.legend()
     Path(options.out).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(options.out, dpi=130)
-    print(f"| | start | after {most:,.0f} steps |\n|---|---|---|")
+    print(f"| | start | after {most:,.0f} actions |\n|---|---|---|")
     for name, steps, success in curves:  # between two evaluations: on the line
         print(f"| {name} | {success[0]:.1%} | {np.interp(most, steps, success):.1%} |")
 
@@ -276,8 +276,9 @@ def summary(options: Summary) -> None:
     if of == "train_grow.py":
         heads += ["solved by both: steps before", "after"]
     heads += ["minutes"]
+    middle = [math.nan if any(map(math.isnan, column)) else median(column) for column in zip(*rows)]
     print(f"| run | {' | '.join(heads)} |\n{'|---' * (len(heads) + 1)}|")
-    for name, row in [*zip(names, rows), ("median", [median(column) for column in zip(*rows)])]:
+    for name, row in [*zip(names, rows), ("median", middle)]:
         formats = (".1%" if head.endswith(("tasks", "greedy", "sampled")) else ".1f"
                    for head in heads)
         cells = ("-" if math.isnan(x) else format(x, form) for x, form in zip(row, formats))

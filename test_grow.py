@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 import bench
 import plot
 import train_grow
+import train_hygae
 from models import collate, load_policy, make_tiny
 from openworld import Crafter
 from train_grow import Args, Episode, Sample
@@ -48,9 +49,9 @@ def assert_same_gradient(a: Path, b: Path, tolerance=1e-5):
     a, b = first_gradient(a), first_gradient(b)
     scale = max(x.abs().max() for x in a.values())
     assert scale > 0 and len(a) > 20
-    for name in a.keys() | b.keys():  # what has no gradient is left out by one process, 0 by two
-        x, y = (part.get(name, torch.zeros(())) for part in (a, b))
-        assert (x - y).abs().max() < tolerance * scale, name
+    assert a.keys() == b.keys()
+    for name in a:
+        assert (a[name] - b[name]).abs().max() < tolerance * scale, name
 
 
 @pytest.fixture(scope="module")
@@ -133,27 +134,66 @@ def episode(steps: int, success: bool, values=None) -> Episode:
 
 
 def test_advantages_by_hand():
-    """Group 0: a success in 2 steps, a failure in 2. gamma 1/2: r = 1/2, 1, 0, 0: mean 3/8, square
-    mean 5/16, variance 11/64."""
-    args = Args(gamma=0.5)
-    episodes, group = [episode(2, True), episode(2, False)], torch.tensor([0, 0])
-    a, w, g = train_grow.advantages_of(episodes, group, args, None)
-    expected = torch.tensor([1.0, 5, -3, -3]).double() / math.sqrt(11)
-    torch.testing.assert_close(a, expected)
-    torch.testing.assert_close(w, torch.full((4,), 0.25).double())
-    for algo, expected in (("grpo_trajectory", [1, 1, -1, -1]), ("rloo", [1, 1, -1, -1])):
-        a, w, _ = train_grow.advantages_of(episodes, group, Args(algo=algo), None)
-        torch.testing.assert_close(a, torch.tensor(expected).double())
-    # ppo, lam 1: G = 1/2, 1, 0, 0; A = G - V, whitened; every sample weighs the same
-    episodes = [episode(2, True, [0.5, 0]), episode(2, False, [1.0, 0])]
-    a, w, g = train_grow.advantages_of(episodes, group, Args(algo="ppo", gamma=0.5, lam=1.0), None)
-    torch.testing.assert_close(g, torch.tensor([0.5, 1, 0, 0]).double())
-    raw = torch.tensor([0, 1, -1, 0]).double()
-    torch.testing.assert_close(a, raw / math.sqrt(2 / 3 + 1e-8))
-    torch.testing.assert_close(w, torch.full((4,), 0.25).double())
+    """Group 0: a success in 1 step, a failure in 3: r = 1, 0, 0, 0. Pooled: mean 1/4, variance
+    3/16; balanced (1/2 for the success, 1/6 for each step of the failure): 1/2 and 1/4. Group 4: a
+    success and a failure of 2 steps. gamma 1/2: r = 1/2, 1, 0, 0: mean 3/8, square mean 5/16,
+    variance 11/64. A third group was played and gave nothing: the mean over groups counts it."""
+    def expect(args, advantages, weights, returns=(0,) * 8):
+        out = train_grow.advantages_of(episodes, group, 3, args, None)
+        for x, by_hand in zip(out, (advantages, weights, returns)):
+            torch.testing.assert_close(x, torch.tensor(by_hand).double())
+        assert out[3] == 8
+
+    episodes = [episode(1, True, [0.5]), episode(3, False, [0.5, 0, 0]),
+                episode(2, True, [0.5, 0]), episode(2, False, [1.0, 0])]
+    group = torch.tensor([0, 0, 4, 4])
+    weights = [1 / 6, 1 / 18, 1 / 18, 1 / 18, 1 / 12, 1 / 12, 1 / 12, 1 / 12]  # 1/3 1/2 1/H
+    second = [x / math.sqrt(11) for x in (1, 5, -3, -3)]
+    expect(Args(gamma=0.5, statistics="balanced"), [1, -1, -1, -1, *second], weights)
+    pooled = [math.sqrt(3), *[-1 / math.sqrt(3)] * 3]
+    expect(Args(gamma=0.5, statistics="pooled"), [*pooled, *second], weights)
+    for algo in ("grpo_trajectory", "rloo"):
+        expect(Args(algo=algo, statistics="pooled"), [1, -1, -1, -1, 1, 1, -1, -1], weights)
+    # ppo, lam 1: A = G - V, whitened (mean 0, variance 2.5 / 7); every sample weighs the same
+    returns = [1, 0, 0, 0, 0.5, 1, 0, 0]
+    raw = [0.5, -0.5, 0, 0, 0, 1, -1, 0]
+    expect(Args(algo="ppo", gamma=0.5, lam=1.0), [x / math.sqrt(2.5 / 7 + 1e-8) for x in raw],
+           [1 / 8] * 8, returns)
     for algo in ("grow", "grpo_trajectory", "rloo", "ppo"):  # nothing to learn from: no error
-        a, w, g = train_grow.advantages_of([], torch.zeros(0).long(), Args(algo=algo), None)
-        assert len(a) == len(w) == len(g) == 0
+        none = torch.zeros(0).long()
+        *out, count = train_grow.advantages_of([], none, 2, Args(algo=algo), None)
+        assert [len(x) for x in out] == [0, 0, 0] and count == 0
+
+
+def test_which_episodes_are_learned_from():
+    """Groups of two: both fail; both succeed; one of each; a dropped one beside a success; both
+    dropped. Dropped episodes never count, groups without a signal only in the mean over groups."""
+    played = [episode(2, win) for win in (0, 0, 1, 1, 0, 1, 1, 1, 0, 0)]
+    for row in (6, 8, 9):
+        played[row].fault = True
+    for changes, expected in (({}, [2, 3, 4, 5, 7]), (dict(drop_equal_groups=True), [4, 5]),
+                              (dict(algo="ppo"), [0, 1, 2, 3, 4, 5, 7])):
+        args = Args(group_size=2, **changes)
+        used, group, groups = train_grow.select(played, range(10), args)
+        assert [row for row, _ in used] == expected and groups == 4
+        assert all(e is played[row] for row, e in used)
+        assert group.tolist() == [row // 2 for row in expected]
+    used, group, groups = train_grow.select(played[4:6], [14, 15], args)  # of another process
+    assert [row for row, _ in used] == [14, 15] and group.tolist() == [7, 7] and groups == 1
+
+
+def test_no_gradient_anywhere_is_none_on_every_process(tmp_path):
+    """Zeros in its place would let AdamW go on by its momentum, where one process stands still."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/sync", rank=0,
+                                         world_size=1)
+    try:
+        for script in (train_grow, train_hygae):
+            a, b = (torch.nn.Parameter(torch.ones(2, 3)) for _ in range(2))
+            b.grad = torch.full((2, 3), 0.5)
+            script.reduce_gradients([a, b])
+            assert a.grad is None and b.grad.tolist() == [[0.5] * 3] * 2
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_the_advantage_reaches_the_answer(policy):
@@ -218,22 +258,60 @@ def test_evaluation_counts_actions(monkeypatch):
     assert out["success"] == 0 and out["steps"] is out["steps_per_success"] is None
 
 
+def test_evaluations_are_alike(monkeypatch):
+    """Episode k of a task: the same world and noise in a short and a long evaluation. A task whose
+    episodes all failed to start, or that has no target to lose, is not a task at 0 %."""
+    seen, left_out = [], set()
+
+    def collect(policy, episodes, args, uniforms, temperature):
+        for episode, noise in zip(episodes, uniforms):
+            seen.append((episode.env.task.name, episode.env._seed, float(noise.sum())))
+            episode.success, episode.fault = True, episode.env.task.name in left_out
+
+    monkeypatch.setattr(train_grow, "collect", collect)
+    args = Args(tasks="unseen", horizon=2, eval_episodes=2, env_options=("area=32",))
+    env = train_grow.held_out(args, "craft", ("make_stone_pickaxe", "place_furnace"))
+    assert len(env.tasks) == 5
+    both = []
+    for episodes in (2, 6):
+        train_grow.evaluate(None, args, env, 0, 1, episodes)
+        both.append(seen[:])
+        seen.clear()
+    assert len(both[0]) == 10 and len(both[1]) == 30
+    assert set(both[0]) < set(both[1]) and len(set(both[1])) == 30
+    left_out.add("place_table")
+    out = train_grow.evaluate(None, args, env, 0, 1, 2)
+    assert out["success"] == out["success_craft"] == 1 and out["env_faults"] == 2
+    assert out["by_task"]["place_table"] is None
+    out = train_grow.evaluate(None, args, env, 0, 1, 2, away=True)
+    assert out["by_task"]["make_wood_sword"] is out["by_task"]["make_wood_pickaxe"] is None
+    assert out["success"] == 1
+
+
+def test_tasks_that_are_trained_on_are_not_called_unseen(tmp_path):
+    out = train_grow.main(small(tmp_path, tasks="craft", cold_start=0, horizon=2))
+    unseen = out["eval_unseen_by_task"].keys()
+    assert "make_wood_sword" in out["eval_by_task"] and "make_wood_sword" not in unseen
+    assert "collect_drink" in unseen
+
+
 def test_diagnose_asks_for_the_worlds_it_names(monkeypatch):
     """Greedy, moved away, and as many distractors as the metric's name says."""
     asked = []
 
     def evaluate(policy, args, env, rank, world, episodes, temperature=None, away=False):
         asked.append((temperature, away, getattr(env, "distractors", None), env.split, env.tasks))
-        return {"success": len(asked), "reacquired": 0.25, "reacquire_steps": 2.0, "env_faults": 1}
+        return {"success": len(asked), "reacquired": 0.25, "reacquire_steps": 2.0, "steps": 4.0,
+                "env_faults": 1}
 
     monkeypatch.setattr(train_grow, "evaluate", evaluate)
-    out = train_grow.diagnose(None, Args(tasks="collect_wood"), "collect_wood", 0, 1)
+    out = train_grow.diagnose(None, Args(tasks="collect_wood"), "collect_wood", (), 0, 1)
     assert asked == [(0.0, False, None, "eval", ("collect_wood",)),
                      (None, True, None, "eval", ("collect_wood",))]
     assert out == {"greedy_success": 1, "reacquired": 0.25, "reacquire_steps": 2.0,
-                   "away_success": 2, "away_left_out": 1}
+                   "away_success": 2, "away_steps": 4.0, "away_left_out": 1}
     asked.clear()
-    out = train_grow.diagnose(None, Args(env="CraftingGrid"), "unseen", 0, 1)
+    out = train_grow.diagnose(None, Args(env="CraftingGrid"), "unseen", (), 0, 1)
     assert [row[:3] for row in asked] == [(0.0, False, 3), (None, False, 0), (None, False, 3),
                                           (None, False, 8)]
     assert out == {"greedy_success": 1, **{f"distractors_{n}_success": i for i, n in
@@ -317,7 +395,7 @@ def test_damage_is_named_and_a_torn_log_is_mended(tmp_path):
         with pytest.raises(SystemExit, match=f"damaged .*{name}.* from the one before"):
             train_grow.main(args)
         (last / name).write_bytes(whole)
-    for flags in (["--model", "other"], ["--image-size", "63"]):
+    for flags in (["--model", "other"], ["--image-size", "63"], ["--env-options", "area=64"]):
         with pytest.raises(SystemExit, match=f"--resume cannot change {flags[0]} from "):
             train_grow.parse_args(["--resume", str(tmp_path), *flags])
     before = metrics(tmp_path)
@@ -328,9 +406,24 @@ def test_damage_is_named_and_a_torn_log_is_mended(tmp_path):
     assert after[:len(before)] == before and [m["iteration"] for m in after[len(before):]] == [2, 2]
 
 
+def test_a_kill_before_the_first_evaluation_costs_only_that(tmp_path):
+    """The cold start is saved before it is measured; a resumed run measures it then."""
+    train_grow.main(small(tmp_path, cold_start=2))
+    before = metrics(tmp_path)
+    shutil.rmtree(tmp_path / "step_000001")
+    early = [m for m in before if "cold_start/step" in m]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in early))
+    train_grow.main(train_grow.parse_args(["--resume", str(tmp_path)]))
+    def timeless(records):
+        return [{k: v for k, v in m.items() if not k.startswith(("time/", "memory/"))}
+                for m in records]
+    assert timeless(metrics(tmp_path)) == timeless(before)
+    assert [m["label"] for m in before if "label" in m] == ["cold start", "end"]
+
+
 @pytest.mark.parametrize("changes", [
     dict(algo="grpo_trajectory", drop_equal_groups=True), dict(algo="rloo", epochs=2),
-    dict(statistics="balanced", history=2), dict(group_size=1), dict(groups=1, minibatches=8),
+    dict(statistics="pooled", history=2), dict(group_size=1), dict(groups=1, minibatches=8),
     dict(env_options=("chunk=3", "brief=True"), max_tokens=8),
     dict(env="CraftingGrid", tasks="seen", env_options=("distractors=0",), cold_start=2),
 ])
@@ -338,23 +431,29 @@ def test_variants_run(tmp_path, beginner, changes):
     start = beginner if changes.get("env", "Crafter") == "Crafter" else "tiny"
     train_grow.main(again(tmp_path, start, **changes))
     record = next(m for m in metrics(tmp_path) if "rollout/success" in m)
-    assert all(value is None or math.isfinite(value) for value in record.values())
+    quiet = record["advantage/zero_frac"] == 1  # then nothing is updated, and there is no mean
+    for name, value in record.items():
+        absent = name == "rollout/steps" or name.startswith("rollout/success_") or (
+            quiet and name.startswith("policy/"))
+        assert absent if value is None else math.isfinite(value), name
     assert record["optim/skipped"] == 0
 
 
 def test_faulty_world_is_counted_and_survived(tmp_path, beginner, monkeypatch, capfd):
     """A world that raises in reset or in step costs its episode, never the run."""
-    step, count = Crafter.step, iter(range(10**9))
+    step, count, broken = Crafter.step, iter(range(10**9)), []
 
     def break_sometimes(env, reply):
-        if next(count) % 9 == 4:
+        if env.split == "train" and next(count) % 9 == 4:
+            broken.append(env)
             raise RuntimeError("renderer lost")
         return step(env, reply)
 
     monkeypatch.setattr(Crafter, "step", break_sometimes)
     train_grow.main(again(tmp_path, beginner, iterations=1))
     record = next(m for m in metrics(tmp_path) if "rollout/success" in m)
-    assert 0 < record["rollout/env_faults"] <= 12
+    assert record["rollout/env_faults"] == len(broken) > 0
+    assert record["rollout/samples"] < record["rollout/actions"]  # what was played, and what counts
     printed = capfd.readouterr().err
     assert "episode dropped, Crafter.step raised RuntimeError('renderer lost')" in printed
     monkeypatch.setattr(Crafter, "step", step)
@@ -377,6 +476,10 @@ def test_faulty_world_is_counted_and_survived(tmp_path, beginner, monkeypatch, c
     (["--tasks", "fly"], "tasks='fly' is not in Crafter"),
     (["--horizon", "0"], "--horizon 0 must be at least 1"),
     (["--group-size", "1", "--algo", "rloo"], "--group-size 1 leaves --algo rloo nothing to comp"),
+    (["--group-size", "1", "--drop-equal-groups"], "--group-size 1 leaves --algo grow nothing to"),
+    (["--group-size", "1", "--gamma", "1"], "--group-size 1 leaves --algo grow nothing to compare"),
+    (["--algo", "ppo", "--drop-equal-groups"], "does not go with --algo ppo"),
+    (["--env", "FrozenLake"], "--env 'FrozenLake' is none of Crafter, CraftingGrid"),
     (["--env-options", "horizon=3"], "--env-options horizon is not set there; see --horizon"),
     (["--env-options", "area"], "'area' is not of the form name=value"),
 ])
@@ -423,7 +526,7 @@ def fake_run(folder: Path, success: list, steps: list, samples: int, **changes) 
     (folder / "args.json").write_text(json.dumps(settings | {"run_dir": str(folder)}))
     records = []
     for k, (share, moves) in enumerate(zip(success, steps)):
-        records += [{"iteration": k, "rollout/samples": samples}] if k else []
+        records += [{"iteration": k, "rollout/actions": samples}] if k else []
         label = {0: "cold start", len(success) - 1: "end"}.get(k, f"iteration {k}")
         record = {"iteration": k, "label": label, "time/seconds": 60.0 * k,
                   "eval/success": share, "eval/success_craft": share / 2,
@@ -449,7 +552,7 @@ def test_tables_and_pictures_of_runs(tmp_path, capsys):
                       "| 60.0% | 50.0% | 14.0 | 15.0% | 6.3 | 5.0 | 2.0 |")  # 8, 6, 5 -> 6, 4, 5
     plot.compare(plot.Compare((a, b, c), str(tmp_path / "compare.png")))
     table = capsys.readouterr().out.splitlines()
-    assert table[0] == "| | start | after 160 steps |"  # b has played the fewest
+    assert table[0] == "| | start | after 160 actions |"  # b has played the fewest
     assert table[2:] == ["| gamma 0.97 | 20.0% | 52.0% |",  # 0.4 + 0.6 x (0.6 - 0.4)
                          "| gamma 1.0 | 20.0% | 50.0% |", "| gamma 0.9 | 30.0% | 61.1% |"]
     plot.classes(plot.Classes((a, b, c), str(tmp_path / "classes.png")))

@@ -19,8 +19,8 @@ before: see train_hygae.py.
 Differs from the paper, where the defaults serve a tiny model and short episodes: gamma 0.97 (paper:
 0.995 at several hundred steps; what matters is gamma^horizon); balanced statistics (paper, read
 literally: pooled, where long failures outweigh the rest of their group); clip range, group size,
-epochs and learning rate, which it does not give; a KL penalty to the cold start; one trunk for
-policy and critic (--algo ppo alone has one).
+epochs and learning rate, which it does not give; a KL penalty to the cold start; a probability
+ratio for each token (paper, as we read it: for the action); Crafter instead of Minecraft.
 """
 
 import argparse
@@ -48,6 +48,7 @@ import hygrow
 from envs import make_env
 from models import Dialogue, Transcript, collate, load_policy, make_tiny, save_policy
 from openworld import TASKS
+from openworld import WORLDS as OPEN_WORLDS
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,13 @@ class Args:
     before the action, cells that carry their place. A pretrained model should read the rules: give
     --env-options with nothing, or others, behind it."""
     tasks: str = "seen"
-    """Tasks that training goes through in turn: seen, unseen, all, a class (embodied, craft, combat,
-    gui) or a name (openworld.TASKS). The cold start demonstrates all."""
+    """Tasks that training goes through in turn: seen, unseen, all, a class (embodied, craft,
+    combat, gui) or a name (openworld.TASKS). The cold start demonstrates all."""
     horizon: int = 50
     """Actions an episode; a longer episode has failed."""
     image_size: int = 126
     """Side of a frame in px, 9 cells; 252 makes a cell one visual token of Qwen2-VL. The tiny model
-    has one token a cell at any size."""
+    has one token a cell at any multiple of 9."""
     history: int = 1
     """Frames in a sample, with the actions between them."""
     model: str = "tiny"
@@ -74,23 +75,25 @@ class Args:
     Qwen2.5-VL, Qwen3-VL."""
     algo: str = "grow"
     """grow; or, on the same samples, grpo_trajectory (one advantage a trajectory), rloo (the same,
-    leave-one-out, not divided by the deviation), ppo (value head, GAE over steps)."""
+    leave-one-out, not divided by the deviation), ppo (value head; GAE in which a step is one
+    action; all samples weigh alike)."""
     gamma: float = 0.97
-    """Discount per step in [0, 1]: a success's first step weighs gamma^(its length - 1), its last 1;
-    formula in hygrow.grow_rewards."""
+    """Discount per step in [0, 1]: the last step of a success is worth 1, the first of H steps
+    gamma^(H - 1); formula in hygrow.grow_rewards."""
     lam: float = 0.95
     """GAE lambda per step in [0, 1], --algo ppo only."""
     statistics: str = "balanced"
     """Mean and deviation of a group: each sample counts alike (pooled), or each trajectory does,
     whatever its length (balanced); formula in hygrow.grow_advantages."""
     ratio: str = "token"
-    """Probability ratio of a token or of the whole action; formula in hygrow.grow_loss."""
+    """Probability ratio of a token, averaged over the reply's, or of the whole action; formula in
+    hygrow.grow_loss."""
     loss_on: str = "reply"
     """Tokens that the advantage reaches: the whole reply, or its answer alone (all behind <answer>,
     or all where there is none). With the answer alone nothing keeps thought and format in order."""
     drop_equal_groups: bool = False
     """Leave out groups whose members all succeeded, too (DAPO); groups that all failed have no
-    signal in any case."""
+    signal in any case. Not with --algo ppo, which has no groups."""
     groups: int = 8
     """Groups an iteration, over all processes (a multiple of their number): a task and a world
     each."""
@@ -105,8 +108,8 @@ class Args:
     entropy_coef: float = 0.0
     """Weight of the entropy bonus (nats per token), annealed like --lr."""
     kl_coef: float = 0.02
-    """Weight of the KL penalty to the cold-start policy in the loss (k3); it keeps the format and
-    the tasks that are not trained on."""
+    """Weight of the KL penalty to the cold-start policy in the loss (k3), over the samples that the
+    advantage uses; it keeps the format and the tasks that are not trained on."""
     epochs: int = 1
     """Passes over the samples of an iteration."""
     minibatches: int = 4
@@ -118,14 +121,14 @@ class Args:
     temperature: float = 1.0
     """Sampling temperature; the policy that is trained is softmax(logits / temperature)."""
     lr: float = 5e-4
-    """AdamW learning rate, annealed linearly to a tenth."""
+    """AdamW learning rate, annealed linearly towards a tenth."""
     max_grad_norm: float = 1.0
     """Gradient clipping; an update whose gradient is not finite is skipped and counted."""
     iterations: int = 30
     """Iterations of reinforcement learning."""
     cold_start: int = 3000
-    """Supervised steps (of 6 samples from each of 4 demonstrations) before; 0 for none. Their
-    learning rate is 3e-3 for the tiny model, else --lr."""
+    """Supervised steps before (of 6 samples from each of 4 demonstrations; of one for each process
+    where there are more); 0 for none. Their learning rate is 3e-3 for the tiny model, else --lr."""
     demo_noise: float = 0.7
     """Share of random actions in the demonstrations."""
     eval_every: int = 10
@@ -162,9 +165,15 @@ class Args:
                             ("statistics", ("pooled", "balanced")), ("ratio", ("token", "action")),
                             ("loss_on", ("answer", "reply"))):
             need(name, known.__contains__, f"is none of {', '.join(known)}")
-        if self.group_size == 1 and self.algo in ("grpo_trajectory", "rloo"):
+        alone = self.algo in ("grpo_trajectory", "rloo") or (self.algo == "grow" and (
+            self.gamma == 1 or self.drop_equal_groups))
+        if self.group_size == 1 and alone:
             raise ValueError(f"--group-size 1 leaves --algo {self.algo} nothing to compare with: "
-                             "every advantage would be 0; give 2 or more, or --algo grow")
+                             "every advantage would be 0; give 2 or more, or --algo grow with "
+                             "--gamma below 1 and without --drop-equal-groups")
+        if self.algo == "ppo" and self.drop_equal_groups:
+            raise ValueError("--drop-equal-groups does not go with --algo ppo, which has no groups")
+        need("env", OPEN_WORLDS.__contains__, f"is none of {', '.join(OPEN_WORLDS)}")
         self.make_env("train", self.tasks)  # refuses unknown names before anything is spent
 
     def make_env(self, split: str, tasks: str, **changes):
@@ -201,17 +210,24 @@ def all_reduce_sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def reduce_gradients(parameters: list) -> None:
-    """SUM, not mean: every loss is already divided by a count over all processes."""
+    """SUM, not mean: every loss is already divided by a count over all processes.
+
+    What has no gradient on any process (an empty minibatch, an unused head) keeps none, as it would
+    with one process: zeros would let the optimiser go on by its momentum.
+    """
     if not dist.is_initialized():
         return
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    flat = all_reduce_sum(torch.cat([g.flatten() for g in grads]))
-    for p, g in zip(parameters, flat.split([g.numel() for g in grads])):
-        p.grad = g.view_as(p)
+    having = torch.tensor([float(p.grad is not None) for p in parameters]).to(grads[0])
+    flat = all_reduce_sum(torch.cat([having, *(g.flatten() for g in grads)]))
+    having, *grads = flat.split([len(grads), *(g.numel() for g in grads)])
+    for p, g, some in zip(parameters, grads, having.tolist()):
+        p.grad = g.view_as(p) if some else None
 
 
 def seeded(*key: int) -> int:
-    """A 63-bit seed from a tuple of whole numbers; different keys give unrelated streams."""
+    """A 63-bit seed from a tuple of whole numbers; different keys of one length give
+    unrelated streams."""
     return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
 
 
@@ -367,13 +383,17 @@ def evaluate(policy, args, env, rank, world, episodes: int, *, temperature=None,
              away: bool = False) -> dict:
     """Play `episodes` of each task of a held-out world -> rates by task and by class.
 
-    The same worlds and random numbers at every call and for every --seed. temperature: default
-    --temperature; 0 is greedy. away: the player is first moved to where no target is in view.
+    The k-th episode of a task has the same world and random numbers at every call, for every --seed
+    and whatever `episodes` (up to 3 x --eval-episodes). temperature: default --temperature; 0 is
+    greedy. away: the player is first moved to where no target is in view; tasks without a target
+    are left out. Rates are means over tasks, of those with an episode whose world did not raise.
     """
     temperature = args.temperature if temperature is None else temperature
     plays = [(task, k) for task in env.tasks for k in range(episodes)]
-    noise = numbers(EVAL, shape=(len(plays), args.horizon, args.max_tokens))
-    mine = list(range(rank, len(plays), world))
+    most = max(episodes, 3 * args.eval_episodes)
+    noise = numbers(EVAL, shape=(len(env.tasks), most, args.horizon, args.max_tokens))
+    noise = noise[:, :episodes].flatten(0, 1)
+    mine = [i for i in range(rank, len(plays), world) if TASKS[plays[i][0]].target or not away]
     total = torch.zeros(len(env.tasks), 11, dtype=torch.float64)
     solved_in = torch.zeros(len(plays), dtype=torch.long)  # actions; 0 where it was not solved
     for low in range(0, len(mine), 64):
@@ -392,40 +412,53 @@ def evaluate(policy, args, env, rank, world, episodes: int, *, temperature=None,
             solved_in[row] = episode.success * episode.moves
     total, solved_in = all_reduce_sum(total), all_reduce_sum(solved_in).view(len(env.tasks), -1)
     kinds = [TASKS[name].kind for name in env.tasks]
-    rates = total[:, 1] / total[:, 0].clamp(min=1)
+    rates = (total[:, 1] / total[:, 0]).tolist()  # nan where no episode counts
     fine, won, moves, played, valid, replies, locked, in_view, found, searched, faults = (
         total.sum(0).tolist())
-    out = {"success": rates.mean().item(), "steps": moves / won if won else None,
+    out = {"success": mean(rates), "steps": moves / won if won else None,
            "steps_per_success": played / won if won else None,
-           "valid": valid / max(replies, 1), "locking": locked / max(in_view, 1),
-           "env_faults": faults}
+           "valid": valid / replies if replies else None, "env_faults": faults}
+    if hasattr(env, "teleport_away"):  # else a target cannot be lost
+        out["locking"] = locked / in_view if in_view else None
     if away:
-        out |= {"reacquired": found / max(fine, 1),
+        out |= {"reacquired": found / fine if fine else None,
                 "reacquire_steps": searched / found if found else None}
     for kind in dict.fromkeys(kinds):
-        chosen = [i for i, k in enumerate(kinds) if k == kind]
-        out[f"success_{kind}"] = rates[chosen].mean().item()
-    out["by_task"] = dict(zip(env.tasks, rates.tolist()))
+        out[f"success_{kind}"] = mean([r for r, k in zip(rates, kinds) if k == kind])
+    out["by_task"] = {task: None if r != r else r for task, r in zip(env.tasks, rates)}
     out["solved_in"] = dict(zip(env.tasks, solved_in.tolist()))
     return out
 
 
-def diagnose(policy, args, tasks: str, rank, world) -> dict:
+def mean(values: list[float]) -> float | None:
+    """Of those that are not nan; None where there are none."""
+    known = [x for x in values if not math.isnan(x)]
+    return sum(known) / len(known) if known else None
+
+
+def held_out(args, tasks: str, trained: tuple = (), **changes):
+    """The evaluation worlds of some tasks, less those that are trained on."""
+    env = args.make_env("eval", tasks, **changes)
+    env.tasks = tuple(task for task in env.tasks if task not in trained)
+    return env
+
+
+def diagnose(policy, args, tasks: str, trained: tuple, rank, world) -> dict:
     """The paper's diagnostics that need episodes of their own, and greedy success -> metrics.
 
-    Crafter: from a start with no target in view, is one found again, and after how many replies?
-    CraftingGrid: success among 0, 3 or 8 stacks that the recipe does not need.
+    Crafter: from a start with no target in view, is one found again, after how many replies, and
+    is the task then done? CraftingGrid: success among 0, 3 or 8 stacks that no recipe needs.
     """
-    held_out, episodes = args.make_env("eval", tasks), args.eval_episodes
-    greedy = evaluate(policy, args, held_out, rank, world, episodes, temperature=0.0)
+    env, episodes = held_out(args, tasks, trained), args.eval_episodes
+    greedy = evaluate(policy, args, env, rank, world, episodes, temperature=0.0)
     out = {"greedy_success": greedy["success"]}
-    if hasattr(held_out, "teleport_away"):
-        lost = evaluate(policy, args, held_out, rank, world, episodes, away=True)
+    if hasattr(env, "teleport_away"):
+        lost = evaluate(policy, args, env, rank, world, episodes, away=True)
         out |= {name: lost[name] for name in ("reacquired", "reacquire_steps")}
-        out |= {"away_success": lost["success"],
+        out |= {"away_success": lost["success"], "away_steps": lost["steps"],
                 "away_left_out": lost["env_faults"]}  # no place out of the target's sight
-    for count in (0, 3, 8) if "distractors" in held_out.options else ():
-        crowded = args.make_env("eval", tasks, distractors=count)
+    for count in (0, 3, 8) if "distractors" in env.options else ():
+        crowded = held_out(args, tasks, trained, distractors=count)
         among = evaluate(policy, args, crowded, rank, world, episodes)
         out[f"distractors_{count}_success"] = among["success"]
     return out
@@ -457,6 +490,8 @@ def cold_start(policy, args, rank, world, log) -> None:
     """Imitate the scripted expert in all tasks, and fit the critic to the returns of its episodes.
 
     Reinforcement learning then sees --tasks alone: what became of the others is its generalisation.
+    Differs from the paper: the value head is fitted for every --algo, through the trunk that it
+    shares with the policy, so that all of them can begin from the same cold start.
     """
     size = max(4, world)  # demonstrations a step, over all processes
     peak = 3e-3 if args.model == "tiny" else args.lr  # from scratch; pretrained weights would break
@@ -523,11 +558,31 @@ def first_tokens(mask: torch.Tensor) -> torch.Tensor:
 
 
 # ----------------------------------------------------------------------------------- advantages
-def advantages_of(episodes: list[Episode], group: torch.Tensor, args, ranks) -> tuple:
-    """What each sample of the episodes weighs and is worth -> advantages, weights, returns [S].
+def select(played: list[Episode], rows: list[int], args) -> tuple[list, torch.Tensor, int]:
+    """What an update learns from -> (global row, episode) of each, their groups [N], and how many
+    groups were played at all.
 
-    group [N]: of each episode. returns: the critic's target (--algo ppo), else 0. ranks:
-    torch.distributed, or None for one process.
+    Left out: episodes whose world raised (differs from the paper: the rest of the group goes on
+    without them), and the groups in which no advantage or, with --drop-equal-groups, no difference
+    of success is to be had. These still count in the mean over groups.
+    """
+    kept = [(row, e) for row, e in zip(rows, played) if not e.fault]
+    wins = {}
+    for row, episode in kept:
+        wins.setdefault(row // args.group_size, []).append(episode.success)
+    idle = {g for g in wins if args.algo != "ppo" and not any(wins[g])}  # advantage 0 for all
+    idle |= {g for g in wins if args.drop_equal_groups and all(wins[g])}
+    used = [(row, e) for row, e in kept if row // args.group_size not in idle]
+    return used, torch.tensor([row // args.group_size for row, _ in used]).long(), len(wins)
+
+
+def advantages_of(episodes: list, group: torch.Tensor, played: int, args, ranks) -> tuple:
+    """What each sample of the episodes is worth and weighs -> advantages, weights, returns [S], and
+    the number of samples on all processes.
+
+    group [N]: of each episode. played: how many groups were played here; the weights are
+    1/played 1/G 1/H_i, over all processes. returns: the critic's target (--algo ppo), else 0.
+    ranks: torch.distributed, or None for one process.
     """
     lengths = torch.tensor([len(e.samples) for e in episodes], dtype=torch.long)
     success = torch.tensor([float(e.success) for e in episodes], dtype=torch.float64)
@@ -551,8 +606,13 @@ def advantages_of(episodes: list[Episode], group: torch.Tensor, args, ranks) -> 
         paid[torch.arange(len(episodes)), lengths - 1] = success
         a, g = hygrow.token_gae(paid, values, mask, gamma=args.gamma, lam=args.lam)
         advantages, returns = hygrow.whiten(a, mask, dist=ranks)[mask], g[mask]
+        # Differs from the paper, which does not say how its PPO weighs: all samples alike
         weights = torch.full_like(advantages, 1 / max(len(advantages), 1))
-    return advantages, weights, returns
+    used = torch.tensor([group.unique().numel(), len(advantages), played], dtype=torch.float64)
+    total = all_reduce_sum(used.clone())
+    # so far weights sum to 1 over what this process uses
+    share = used[1] / total[1] if args.algo == "ppo" else used[0] / total[2]
+    return advantages, weights * share if len(weights) else weights, returns, int(total[1])
 
 
 # ------------------------------------------------------------------------------- run directory
@@ -614,6 +674,7 @@ class Log:
             whole = [line for line in lines if line.endswith("\n")]  # a kill may tear the last one
             kept = [line for line in whole if json.loads(line).get("iteration", 0) <= last]
         self.path.write_text("".join(kept))
+        self.evaluated = any("label" in json.loads(line) for line in kept)
         purge = None if last is None else last + 1
         self.board = SummaryWriter(run / "tensorboard", purge_step=purge)
 
@@ -690,7 +751,7 @@ def build_policy(args, rank, device, run: Path, checkpoint):
 def save_reference(policy, rank, run: Path) -> None:
     """Keep the policy that --kl-coef holds to: as it was before reinforcement learning.
 
-    Differs from the paper: that is the policy after the cold start, where there is one.
+    Differs from the paper: GROW's objective has no such term.
     """
     if rank == 0:
         shutil.rmtree(run / "reference.tmp", ignore_errors=True)
@@ -733,10 +794,10 @@ def main(args: Args) -> dict:
     rows = [g * args.group_size + i for g in groups for i in range(args.group_size)]
     size = sum(p.numel() for p in parameters)
     say(f"{args.env}, {args.model} model, {size:,} parameters, {world} process(es), folder {run}")
-    cell, token = args.image_size // 9, policy.processor.patch_size * policy.processor.merge_size
-    if cell != token:
-        say(f"note: a cell of the frame is {cell} px wide, a visual token of {args.model} {token}; "
-            f"--image-size {9 * token} makes them one")
+    token = policy.processor.patch_size * policy.processor.merge_size
+    if args.image_size != 9 * token:
+        say(f"note: the frame has 9 x 9 cells in {args.image_size} px, a visual token of this model "
+            f"is {token} px wide; --image-size {9 * token} makes a cell one token")
     began, first, evaluation = time.time(), 1, {}
 
     def measure(label: str, iteration: int, thorough: bool = False) -> dict:
@@ -745,14 +806,17 @@ def main(args: Args) -> dict:
         thorough, before and after reinforcement learning: the curve's ends and the diagnostics.
         """
         result, lines = {"iteration": iteration, "label": label}, []
-        for tasks in dict.fromkeys([args.tasks, "unseen"]):
-            name = "eval" if tasks == args.tasks else f"eval_{tasks}"
-            rates = evaluate(policy, args, args.make_env("eval", tasks), rank, world,
+        for name, tasks, trained in (("eval", args.tasks, ()),
+                                     ("eval_unseen", "unseen", env.tasks)):
+            worlds = held_out(args, tasks, trained)
+            if not worlds.tasks:  # all of them are trained on
+                continue
+            rates = evaluate(policy, args, worlds, rank, world,
                              args.eval_episodes * (3 if thorough else 1))
             for table in ("by_task", "solved_in"):
                 result[f"{name}_{table}"] = rates.pop(table)
             if thorough:
-                rates |= diagnose(policy, args, tasks, rank, world)
+                rates |= diagnose(policy, args, tasks, trained, rank, world)
             result |= {f"{name}/{key}": value for key, value in rates.items()}
             shown = (f"{key} " + ("-" if value is None else format(
                          value, ".1f" if "steps" in key else ".1%"))
@@ -771,12 +835,14 @@ def main(args: Args) -> dict:
         if args.resume:
             say(f"{run} has no checkpoint yet: it starts again")
         cold_start(policy, args, rank, world, log)
-        evaluation = measure("cold start" if args.cold_start else "start", 0, thorough=True)
         if args.kl_coef:
             save_reference(policy, rank, run)
             reference = load_reference(args, device, run)
         if rank == 0:
             save_checkpoint(run, 0, policy, optimizer, time.time() - began)
+    evaluated = all_reduce_sum(torch.tensor(int(rank == 0 and log.evaluated)))
+    if first == 1 and not evaluated:  # a kill may have come between the checkpoint and this
+        evaluation = measure("cold start" if args.cold_start else "start", 0, thorough=True)
 
     bar = tqdm(range(first, args.iterations + 1), initial=first - 1, total=args.iterations,
                desc="train", disable=rank > 0, mininterval=0.5)
@@ -790,29 +856,18 @@ def main(args: Args) -> dict:
         collect(policy, played, args, noise[rows], args.temperature)
 
         # 2. Score: log-probs and values were read while sampling; here, which episodes count
-        kept = [(row, e) for row, e in zip(rows, played) if not e.fault]
-        wins = {g: [e.success for row, e in kept if row // args.group_size == g] for g in groups}
-        idle = {g for g in groups if args.algo != "ppo" and not any(wins[g])}  # advantage 0 for all
-        idle |= {g for g in groups if args.drop_equal_groups and all(wins[g])}
-        used = [(row, e) for row, e in kept if row // args.group_size not in idle]
-        group = torch.tensor([row // args.group_size for row, _ in used]).long()
+        used, group, played_groups = select(played, rows, args)
+        episodes = [e for _, e in used]
 
         # 3. Advantages: A = (r - mu) / sigma over the group's samples, r = gamma^(H - t) success
-        episodes = [e for _, e in used]
-        advantages, weights, returns = advantages_of(episodes, group, args, ranks)
-        counts = torch.tensor([len(set(group.tolist())), len(advantages),
-                               sum(len(wins[g]) > 0 for g in groups)], dtype=torch.float64)
-        total = all_reduce_sum(counts.clone())
-        # weights sum to 1 over what this process uses; groups left out still count in 1/M
-        share = counts[1] / total[1] if args.algo == "ppo" else counts[0] / total[2]
-        weights = weights * (share if len(weights) else 0)
+        advantages, weights, returns, total = advantages_of(episodes, group, played_groups, args,
+                                                            ranks)
         samples = [s for e in episodes for s in e.samples]
 
         # 4. Update: epochs x minibatches; micro-batches and ranks only change memory and time
         began_update, skipped, norms = time.time(), 0, []
-        losses = torch.zeros(6, dtype=torch.float64)  # policy, value, entropy, kl, clipfrac, total
-        reference_kl = torch.zeros((), dtype=torch.float64)
-        annealed = 1 - 0.9 * (iteration - 1) / args.iterations  # to a tenth
+        losses = torch.zeros(8, dtype=torch.float64)  # summed in the order of LOSSES
+        annealed = 1 - 0.9 * (iteration - 1) / args.iterations  # towards a tenth
         for param_group in optimizer.param_groups:
             param_group["lr"] = args.lr * annealed
         for epoch in range(args.epochs):
@@ -841,7 +896,7 @@ def main(args: Args) -> dict:
                     value_loss = kl = torch.zeros((), device=device)
                     if args.algo == "ppo":
                         target = returns[inds].float().to(device)[:, None].expand_as(mask)
-                        value_loss = args.minibatches / total[1].float() * hygrow.value_loss(
+                        value_loss = args.minibatches / total * hygrow.value_loss(
                             new["values"], old["values"], target, first_tokens(mask),
                             clip=args.value_clip, denominator=1,
                         )
@@ -858,9 +913,8 @@ def main(args: Args) -> dict:
                         ratio = (new["logprobs"] - old["logprobs"]).exp()
                         clipped = ((ratio - 1).abs() > args.clip) * mask
                         moved = [(per_token * x).sum() for x in (step, clipped)]
-                    terms = [policy_loss, value_loss, entropy, *moved, loss]
+                    terms = [policy_loss, value_loss, loss, entropy, *moved, kl, w.sum()]
                     losses += torch.stack([x.detach().double().cpu() for x in terms])
-                    reference_kl += kl.detach().double().cpu()
                 reduce_gradients(parameters)
                 norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)))
                 if math.isfinite(norms[-1]):
@@ -875,7 +929,7 @@ def main(args: Args) -> dict:
             )
 
         # 5. Log: sums over all episodes, samples, minibatches and ranks, one division
-        metrics = iteration_metrics(env, played, advantages, losses, reference_kl,
+        metrics = iteration_metrics(env, played, advantages, losses,
                                     args.epochs * args.minibatches)
         now = time.time()
         metrics |= {
@@ -886,9 +940,9 @@ def main(args: Args) -> dict:
             "time/tokens_per_s": metrics["rollout/all_tokens"] / (now - began_collect),
             "memory/peak_mb": peak_memory(device),
         }
-        kinds = {key.removeprefix("rollout/success_"): f"{value:.2f}"
-                 for key, value in metrics.items() if key.startswith("rollout/success_")}
-        bar.set_postfix(success=f"{metrics['rollout/success']:.2f}", **kinds,
+        shown = {key.removeprefix("rollout/").removeprefix("success_"): value
+                 for key, value in metrics.items() if key.startswith("rollout/success")}
+        bar.set_postfix({key: "-" if x is None else f"{x:.2f}" for key, x in shown.items()},
                         steps=f"{metrics['rollout/steps'] or math.nan:.0f}",
                         zero=f"{metrics['advantage/zero_frac']:.2f}",
                         tok_s=f"{metrics['time/tokens_per_s']:.0f}",
@@ -910,7 +964,11 @@ def main(args: Args) -> dict:
     return evaluation
 
 
-def iteration_metrics(env, played, advantages, losses, reference_kl, updates: int) -> dict:
+LOSSES = ("loss/policy", "loss/value", "loss/total", "policy/entropy", "policy/approx_kl",
+          "policy/clipfrac", "policy/reference_kl", "weight")
+
+
+def iteration_metrics(env, played, advantages, losses, updates: int) -> dict:
     """Means from the sums over all ranks; the README's table says each one's unit and reduction."""
     kinds = list(dict.fromkeys(TASKS[name].kind for name in env.tasks))
     by_kind = torch.zeros(len(kinds), 2, dtype=torch.float64)
@@ -924,30 +982,29 @@ def iteration_metrics(env, played, advantages, losses, reference_kl, updates: in
     idle = replies - len(advantages) + int((advantages == 0).sum())
     sums = torch.tensor([
         len(fine), len(wins), sum(e.moves for e in wins), sum(e.valid for e in fine), replies,
-        sum(e.cut for e in fine), sum(e.fault for e in played),
-        sum(e.tokens for e in played), idle,
-        float(advantages.sum()), float((advantages**2).sum()), float(reference_kl),
+        sum(e.cut for e in fine), sum(e.fault for e in played), sum(e.moves for e in played),
+        sum(e.tokens for e in played), idle, float(advantages.sum()), float((advantages**2).sum()),
     ], dtype=torch.float64)
     sums = all_reduce_sum(torch.cat([sums, losses, by_kind.flatten()])).tolist()
-    episodes, won, moves, valid, replies, cut, faults, tokens, idle, a, a2, kl = sums[:12]
-    names = ("loss/policy", "loss/value", "policy/entropy", "policy/approx_kl", "policy/clipfrac",
-             "loss/total")
-    replies_, split = max(replies, 1), sums[18:]
+    episodes, won, moves, valid, replies, cut, faults, actions, tokens, idle, a, a2 = sums[:12]
+    *sums_of_losses, weight = sums[12:20]
+    replies_, split = max(replies, 1), sums[20:]
     return {
-        "rollout/success": won / max(episodes, 1),
-        **{f"rollout/success_{kind}": split[2 * i] / max(split[2 * i + 1], 1)
+        "rollout/success": won / episodes if episodes else None,
+        **{f"rollout/success_{kind}": split[2 * i] / split[2 * i + 1] if split[2 * i + 1] else None
            for i, kind in enumerate(kinds)},
         "rollout/steps": moves / won if won else None,
         "rollout/valid": valid / replies_,
         "rollout/cut": cut / replies_,
         "rollout/env_faults": faults,
         "rollout/samples": replies,
+        "rollout/actions": actions,
         "rollout/all_tokens": tokens,
         "advantage/zero_frac": idle / replies_,
         "advantage/mean": a / replies_,
         "advantage/std": math.sqrt(max(a2 / replies_ - (a / replies_) ** 2, 0)),
-        "policy/reference_kl": kl / updates,
-        **{name: value / updates for name, value in zip(names, sums[12:18])},
+        **{name: value / updates if name.startswith("loss/") else value / weight if weight else None
+           for name, value in zip(LOSSES, sums_of_losses)},
     }
 
 
@@ -955,7 +1012,8 @@ def peak_memory(device) -> float:
     """MB: on a GPU what torch held at most, else this process's largest resident size."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest / (2**20 if sys.platform == "darwin" else 1024)  # bytes there, kB elsewhere
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
@@ -975,7 +1033,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
         except (ValueError, KeyError, TypeError) as error:
             sys.exit(f"train_grow.py: {saved} does not fit this version or script ({error!r})")
     args = tyro.cli(Args, args=argv, default=default, description=__doc__)
-    for name in ("env", "model", "image_size") if resume else ():
+    for name in ("env", "env_options", "model", "image_size") if resume else ():
         if getattr(args, name) != getattr(default, name):
             sys.exit(f"train_grow.py: --resume cannot change {flag(name)} from "
                      f"{getattr(default, name)!r}; begin a new run from its checkpoint with "

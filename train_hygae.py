@@ -97,7 +97,7 @@ class Args:
     temperature: float = 1.0
     """Sampling temperature; the policy that is trained is softmax(logits / temperature)."""
     lr: float = 2e-4
-    """AdamW learning rate, annealed linearly to a tenth; the paper: 1e-6 for a 3B model."""
+    """AdamW learning rate, annealed linearly towards a tenth; the paper: 1e-6 for a 3B model."""
     max_grad_norm: float = 1.0
     """Gradient clipping; an update whose gradient is not finite is skipped and counted."""
     iterations: int = 50
@@ -175,17 +175,24 @@ def all_reduce_sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def reduce_gradients(parameters: list) -> None:
-    """SUM, not mean: every loss is already divided by a count over all processes."""
+    """SUM, not mean: every loss is already divided by a count over all processes.
+
+    What has no gradient on any process (an empty minibatch, an unused head) keeps none, as it would
+    with one process: zeros would let the optimiser go on by its momentum.
+    """
     if not dist.is_initialized():
         return
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    flat = all_reduce_sum(torch.cat([g.flatten() for g in grads]))
-    for p, g in zip(parameters, flat.split([g.numel() for g in grads])):
-        p.grad = g.view_as(p)
+    having = torch.tensor([float(p.grad is not None) for p in parameters]).to(grads[0])
+    flat = all_reduce_sum(torch.cat([having, *(g.flatten() for g in grads)]))
+    having, *grads = flat.split([len(grads), *(g.numel() for g in grads)])
+    for p, g, some in zip(parameters, grads, having.tolist()):
+        p.grad = g.view_as(p) if some else None
 
 
 def seeded(*key: int) -> int:
-    """A 63-bit seed from a tuple of whole numbers; different keys give unrelated streams."""
+    """A 63-bit seed from a tuple of whole numbers; different keys of one length give
+    unrelated streams."""
     return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
 
 
@@ -617,7 +624,7 @@ def main(args: Args) -> dict:
         # 4. Update: epochs x minibatches; micro-batches and ranks only change memory and time
         began_update, skipped, norms = time.time(), 0, []
         losses = torch.zeros(6, dtype=torch.float64)  # policy, value, entropy, kl, clipfrac, total
-        annealed = 1 - 0.9 * (iteration - 1) / args.iterations  # to a tenth
+        annealed = 1 - 0.9 * (iteration - 1) / args.iterations  # towards a tenth
         for group in optimizer.param_groups:
             group["lr"] = args.lr * annealed
         for _ in range(args.epochs):
@@ -738,7 +745,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
         except (ValueError, KeyError, TypeError) as error:
             sys.exit(f"train_hygae.py: {saved} does not fit this version or script ({error!r})")
     args = tyro.cli(Args, args=argv, default=default, description=__doc__)
-    for name in ("env", "model") if resume else ():
+    for name in ("env", "env_options", "model") if resume else ():
         if getattr(args, name) != getattr(default, name):
             sys.exit(f"train_hygae.py: --resume cannot change {flag(name)} from "
                      f"{getattr(default, name)!r}; begin a new run from its checkpoint with "
