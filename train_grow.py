@@ -124,19 +124,19 @@ class Args:
     """AdamW learning rate, annealed linearly towards a tenth."""
     max_grad_norm: float = 1.0
     """Gradient clipping; an update whose gradient is not finite is skipped and counted."""
-    iterations: int = 30
+    iterations: int = 36
     """Iterations of reinforcement learning."""
-    cold_start: int = 3000
+    cold_start: int = 2400
     """Supervised steps before (of 6 samples from each of 4 demonstrations; of one for each process
     where there are more); 0 for none. Their learning rate is 3e-3 for the tiny model, else --lr."""
-    demo_noise: float = 0.7
+    demo_noise: float = 0.8
     """Share of random actions in the demonstrations."""
-    eval_every: int = 10
+    eval_every: int = 12
     """Iterations between evaluations on held-out worlds, seen and unseen tasks."""
     eval_episodes: int = 8
     """Episodes a task of an evaluation and of a diagnostic; success before and after reinforcement
     learning is measured on three times as many."""
-    save_every: int = 10
+    save_every: int = 12
     """Iterations between checkpoints; the newest two are kept, and the cold start's."""
     seed: int = 1
     """Seed of weights, worlds and sampling."""
