@@ -796,7 +796,7 @@ def main(args: Args) -> dict:
     say(f"{args.env}, {args.model} model, {size:,} parameters, {world} process(es), folder {run}")
     token = policy.processor.patch_size * policy.processor.merge_size
     if args.image_size != 9 * token:
-        say(f"note: 9 cells of a frame share {args.image_size} px, a visual token of this model has "
+        say(f"note: 9 cells of a frame share {args.image_size} px, a visual token of the model has "
             f"{token}; --image-size {9 * token} makes a cell one token")
     began, first, evaluation = time.time(), 1, {}
 
