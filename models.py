@@ -148,12 +148,17 @@ def load_policy(name: str, *, critic: str = "shared", seed: int = 0, device="cpu
     processor, and with it torchvision, for nothing. The folder is the one AutoProcessor reads.
     Raises ValueError when the files are missing, are of another architecture, or do not fit.
     """
+    # a hub id is owner/name: what is not one is not looked for on the hub, which takes a while
+    local = (name.startswith(("/", ".", "~")) or name.count("/") > 1
+             or "/" in name and Path(name).parent.is_dir())
     try:
+        if local and not Path(name).is_dir():
+            raise OSError(f"no folder {name}")
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         if Path(name).is_dir():
             raise ValueError(f"--model {name}: the folder has no readable config.json") from error
-        if name.startswith(("/", ".", "~")):
+        if local:
             raise ValueError(f"--model {name}: no such local folder") from error
         raise ValueError(
             f"--model {name}: no such local folder, and it could not be read from the hub "

@@ -21,6 +21,7 @@ import time
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
+from typing import Annotated
 
 import gymnasium
 import numpy as np
@@ -663,14 +664,16 @@ def play(env: OpenWorld, seed: int, task: str, noise: float) -> dict:
             return info
 
 
-def main(seeds: int = 50, noise: float = 0.7):
-    """Print what random actions, the expert and the noisy expert reach in each task.
-
-    seeds: episodes of each, on evaluation worlds. noise: share of random actions in the last.
-    """
+def main(
+    seeds: Annotated[int, tyro.conf.arg(help="Episodes a task, on evaluation worlds.")] = 50,
+    noise: Annotated[float, tyro.conf.arg(help="Random share of the noisy expert.")] = 0.75,
+    horizon: Annotated[int, tyro.conf.arg(help="Actions an episode.")] = 50,
+):
+    """Print what random actions, the expert and the noisy expert reach in each task, and speeds.
+    The defaults are those of train_grow.py."""
     print(f"success (mean steps of successes)       random        expert     noise {noise:g}")
     for world in WORLDS.values():
-        env = world(split="eval", tasks="all")
+        env = world(split="eval", tasks="all", horizon=horizon)
         for task in map(TASKS.get, env.tasks):
             line = f"{task.name:22} {task.kind:9} {'seen' if task.seen else 'unseen':6}"
             for share in (1.0, 0.0, noise):

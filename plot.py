@@ -5,6 +5,7 @@
     python plot.py classes --runs runs/A runs/B runs/C --out docs/grow.png     # train_grow.py
     python plot.py compare --runs runs/A runs/B --out docs/grow_compare.png    # train_grow.py
     python plot.py summary --runs runs/A runs/B runs/C                         # both
+    python plot.py diagnostics --runs runs/A runs/B runs/C                     # train_grow.py
     python plot.py memory --data runs/bench_memory.json --out docs/grow_memory.png
 """
 
@@ -67,7 +68,7 @@ class Classes:
 
 @dataclass(frozen=True)
 class Compare:
-    """GROW and its relatives: held-out success on seen tasks against the actions played in
+    """GROW and its relatives: success on held-out worlds against the actions played in
     training; also as a table at the most actions that all runs have reached."""
 
     runs: tuple[str, ...]
@@ -82,6 +83,15 @@ class Summary:
 
     runs: tuple[str, ...]
     """Run folders."""
+
+
+@dataclass(frozen=True)
+class Diagnostics:
+    """GROW: target locking, re-acquisition and success by class and among distractors, before and
+    after reinforcement learning, medians of the runs, as a table."""
+
+    runs: tuple[str, ...]
+    """Run folders of train_grow.py."""
 
 
 @dataclass(frozen=True)
@@ -192,27 +202,29 @@ def episode(options: Episode) -> None:
 
 def classes(options: Classes) -> None:
     runs = [read(run, "train_grow.py")[1] for run in options.runs]
+    args, _ = read(options.runs[0])
+    trained = f"{args['tasks']} tasks"  # "seen" unless --tasks names others
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
     kinds = [key for key in runs[0][0] if key.startswith("eval/success_")]
-    lines(left, runs, "eval/success", "k", "all seen tasks")
+    lines(left, runs, "eval/success", "k", f"{trained}, all")
     for i, key in enumerate(kinds):
         lines(left, runs, key, f"C{i}", key.removeprefix("eval/success_"))
     lines(left, runs, "eval_unseen/success", "0.5", "tasks unseen in RL", "--")
-    lines(right, runs, "eval/steps_per_success", "k", "seen tasks")
+    lines(right, runs, "eval/steps_per_success", "k", trained)
     lines(right, runs, "eval_unseen/steps_per_success", "0.5", "tasks unseen in RL", "--")
-    left.set(ylabel="success on unseen worlds", ylim=(0, 1))
+    left.set(ylabel="success on held-out worlds", ylim=(0, 1))
     right.set(ylabel="actions played for each success", ylim=(0, None))
     for axis in (left, right):
         axis.set(xlabel="iteration of reinforcement learning (0: after the cold start)")
         axis.grid(alpha=0.3)
         axis.legend()
-    figure.suptitle(f"{read(options.runs[0])[0]['env']}, median of {len(runs)} run(s)")
+    figure.suptitle(f"{args['env']}, median of {len(runs)} run(s)")
     Path(options.out).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(options.out, dpi=130)
 
 
 def against_steps(run: str) -> tuple[list, list]:
-    """Actions played in training so far, and success on seen tasks, at each evaluation."""
+    """Actions played in training so far, and success on its tasks, at each evaluation."""
     _, records = read(run, "train_grow.py")
     played = {0: 0}
     for line in metrics(run):
@@ -235,7 +247,7 @@ def compare(options: Compare) -> None:
     most = min(steps[-1] for _, steps, _ in curves)
     axis.axvline(most, color="0.7", lw=1)
     axis.set(xlabel="actions played in the training worlds", ylim=(0, None),
-             ylabel="success on unseen worlds, seen tasks")
+             ylabel="success on held-out worlds, trained tasks")
     axis.grid(alpha=0.3)
     axis.legend()
     Path(options.out).parent.mkdir(parents=True, exist_ok=True)
@@ -246,7 +258,7 @@ def compare(options: Compare) -> None:
 
 
 def solved_by_both(first: dict, last: dict) -> list[float | None]:
-    """Mean actions in the episodes of the seen tasks that two evaluations both solved: a success
+    """Mean actions in the episodes of the trained tasks that two evaluations both solved: a success
     rate that grows takes in longer episodes, and the mean over all successes with them."""
     pairs = [(a, b) for task, before in first["eval_solved_in"].items()
              for a, b in zip(before, last["eval_solved_in"].get(task, [])) if a and b]
@@ -255,9 +267,10 @@ def solved_by_both(first: dict, last: dict) -> list[float | None]:
 
 def summary(options: Summary) -> None:
     """Cold start and end, the columns of the script that made the first run."""
-    of = script(read(options.runs[0])[0])
+    args, _ = read(options.runs[0])
+    of = script(args)
     if of == "train_grow.py":
-        columns = {"seen tasks": "eval/success", "greedy": "eval/greedy_success",
+        columns = {f"{args['tasks']} tasks": "eval/success", "greedy": "eval/greedy_success",
                    "steps per success": "eval/steps_per_success",
                    "unseen tasks": "eval_unseen/success"}
     else:
@@ -282,6 +295,22 @@ def summary(options: Summary) -> None:
         formats = (".1%" if head.endswith(("tasks", "greedy", "sampled")) else ".1f"
                    for head in heads)
         cells = ("-" if math.isnan(x) else format(x, form) for x, form in zip(row, formats))
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
+def diagnostics(options: Diagnostics) -> None:
+    """A row a metric, a column a set of tasks before and after; "-" where a run lacks it."""
+    runs = [read(run, "train_grow.py")[1] for run in options.runs]
+    names = [key.removeprefix("eval/") for key in runs[0][0] if key.startswith("eval/") and any(
+        part in key for part in ("locking", "acquire", "away_s", "distractors", "success_"))]
+    heads = ("", "trained tasks, cold start", "end", "unseen tasks, cold start", "end")
+    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
+    for name in names:
+        cells = []
+        for kind, k in (("eval", 0), ("eval", -1), ("eval_unseen", 0), ("eval_unseen", -1)):
+            values = [records[k].get(f"{kind}/{name}") for records in runs]
+            form = ".1f" if "steps" in name else ".1%"
+            cells.append("-" if None in values else format(median(values), form))
         print(f"| {name} | {' | '.join(cells)} |")
 
 
@@ -316,11 +345,12 @@ if __name__ == "__main__":
         | Annotated[Classes, tyro.conf.subcommand("classes")]
         | Annotated[Compare, tyro.conf.subcommand("compare")]
         | Annotated[Summary, tyro.conf.subcommand("summary")]
+        | Annotated[Diagnostics, tyro.conf.subcommand("diagnostics")]
         | Annotated[Memory, tyro.conf.subcommand("memory")],
         description=__doc__,
     )
     if not getattr(command, "runs", True):
         raise SystemExit("plot.py: --runs names no run; their folders are runs/...")
     draw = {Curve: curve, Episode: episode, Classes: classes, Compare: compare,
-            Summary: summary, Memory: memory}
+            Summary: summary, Diagnostics: diagnostics, Memory: memory}
     draw[type(command)](command)

@@ -332,6 +332,54 @@ def again(run: Path, beginner: Path, **changes) -> Args:
                           **changes})
 
 
+def test_ratios_outside_the_clip_range_by_hand():
+    """Ratios 1.1 and 1.1 of a sample lie within 1 +- 0.2, their product 1.21 does not; tokens that
+    the advantage does not reach are not asked."""
+    gap = torch.tensor([[1.1, 1.1, 9.0], [0.7, 1.0, 1.5]]).log()
+    acted = torch.tensor([[1.0, 1, 0], [1, 1, 1]])
+    shares = {ratio: train_grow.outside(gap, acted, Args(ratio=ratio)).tolist()
+              for ratio in ("token", "action")}
+    assert shares == {"token": [0, pytest.approx(2 / 3)], "action": [1, 0]}  # 0.7 x 1.5 = 1.05
+
+
+def test_the_kl_penalty_is_k2_and_holds(tmp_path, beginner, monkeypatch):
+    """A larger one keeps the policy nearer; what the loss takes is (log pi - log ref)^2 / 2 alone:
+    k1 has the wrong gradient, and k3's is exponential."""
+    def distance(run, coefficient):
+        train_grow.main(again(tmp_path / run, beginner, kl_coef=coefficient, iterations=3, lr=2e-3))
+        return [m for m in metrics(tmp_path / run) if "rollout/success" in m][-1][
+            "policy/reference_kl"]
+
+    tight = distance("tight", 3.0)
+    assert 0 < tight < 0.5 * distance("loose", 1e-9)
+
+    def k2_alone(new, reference, mask):
+        nothing = new * math.nan
+        return nothing, (new - reference) ** 2 / 2 * mask, nothing.detach()
+
+    monkeypatch.setattr(train_grow.hygrow, "kl_terms", k2_alone)
+    assert distance("again", 3.0) == pytest.approx(tight, rel=1e-4)
+
+
+def test_an_iteration_without_a_signal_is_said_and_moves_nothing(tmp_path, capsys):
+    """Every group fails: no update, no momentum, and the run goes on."""
+    train_grow.main(small(tmp_path, cold_start=0, iterations=2, save_every=1))
+    records = [m for m in metrics(tmp_path) if "rollout/success" in m]
+    assert [m["optim/updates"] for m in records] == [0, 0]
+    assert [m["optim/grad_norm"] for m in records] == [None, None]
+    assert capsys.readouterr().out.count("no update: every group failed as a whole") == 2
+    a, b = (load_file(tmp_path / f"step_00000{k}" / "model.safetensors") for k in (1, 2))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_model_that_is_not_there_leaves_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for script in (train_grow, train_hygae):
+        with pytest.raises(SystemExit, match="--model ./nosuch: no such local folder"):
+            script.main(script.parse_args(["--model", "./nosuch", "--run-dir", "runs/x"]))
+        assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize("changes", [{}, dict(ratio="action", kl_coef=0.1), dict(algo="ppo")])
 def test_gradient_does_not_depend_on_micro_batches(tmp_path, beginner, changes):
     for size in (64, 5):
@@ -434,7 +482,7 @@ def test_variants_run(tmp_path, beginner, changes):
     quiet = record["advantage/zero_frac"] == 1  # then nothing is updated, and there is no mean
     for name, value in record.items():
         absent = name == "rollout/steps" or name.startswith("rollout/success_") or (
-            quiet and name.startswith("policy/"))
+            quiet and name.startswith(("policy/", "optim/grad_norm")))
         assert absent if value is None else math.isfinite(value), name
     assert record["optim/skipped"] == 0
 
@@ -480,7 +528,9 @@ def test_faulty_world_is_counted_and_survived(tmp_path, beginner, monkeypatch, c
     (["--group-size", "1", "--gamma", "1"], "--group-size 1 leaves --algo grow nothing to compare"),
     (["--algo", "ppo", "--drop-equal-groups"], "does not go with --algo ppo"),
     (["--env", "FrozenLake"], "--env 'FrozenLake' is none of Crafter, CraftingGrid"),
-    (["--env-options", "horizon=3"], "--env-options horizon is not set there; see --horizon"),
+    (["--env-options", "horizon=3"], "--env-options horizon is not set there: see --horizon"),
+    (["--env-options", "split=eval"], "not set there: training and evaluation choose it"),
+    (["--env-options", "distractors=3"], "--env-options 'distractors' is no option of Crafter; it"),
     (["--env-options", "area"], "'area' is not of the form name=value"),
 ])
 def test_wrong_flags_are_refused_with_a_sentence(flags, message, capsys):
@@ -522,7 +572,8 @@ def test_metric_table_of_the_readme_is_complete(beginner):
 def fake_run(folder: Path, success: list, steps: list, samples: int, **changes) -> str:
     """A run of one iteration between evaluations, as its files tell it."""
     folder.mkdir()
-    settings = {"group_size": 8, "env": "Crafter", "algo": "grow", "gamma": 0.97} | changes
+    settings = {"group_size": 8, "env": "Crafter", "tasks": "seen", "algo": "grow",
+                "gamma": 0.97} | changes
     (folder / "args.json").write_text(json.dumps(settings | {"run_dir": str(folder)}))
     records = []
     for k, (share, moves) in enumerate(zip(success, steps)):
@@ -532,6 +583,8 @@ def fake_run(folder: Path, success: list, steps: list, samples: int, **changes) 
                   "eval/success": share, "eval/success_craft": share / 2,
                   "eval/steps_per_success": moves, "eval_unseen/success": share / 4,
                   "eval_unseen/steps_per_success": moves,
+                  "eval/locking": share, "eval/reacquire_steps": None if k else moves,
+                  "eval_unseen/locking": share / 2,
                   "eval_solved_in": {"x": [8 - k, 0, 6 - k], "y": [k, 5, 0]}}
         if not label.startswith("iteration"):  # the ends have more
             record |= {"eval/greedy_success": 0.5}
@@ -550,6 +603,10 @@ def test_tables_and_pictures_of_runs(tmp_path, capsys):
     median = capsys.readouterr().out.splitlines()[-1]
     assert median == ("| median | 20.0% | 50.0% | 20.0 | 5.0% "
                       "| 60.0% | 50.0% | 14.0 | 15.0% | 6.3 | 5.0 | 2.0 |")  # 8, 6, 5 -> 6, 4, 5
+    plot.diagnostics(plot.Diagnostics((a, b, c)))
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "| success_craft | 10.0% | 30.0% | - | - |", "| locking | 20.0% | 60.0% | 10.0% | 30.0% |",
+        "| reacquire_steps | 20.0 | - | - | - |"]
     plot.compare(plot.Compare((a, b, c), str(tmp_path / "compare.png")))
     table = capsys.readouterr().out.splitlines()
     assert table[0] == "| | start | after 160 actions |"  # b has played the fewest
@@ -569,7 +626,7 @@ def test_tables_and_pictures_of_runs(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_training_learns(tmp_path):
-    """From a cold start to clearly more, on unseen worlds, by GROW: place a table, make a pickaxe.
+    """From a cold start to clearly more on held-out worlds: place a table, make a pickaxe.
 
     120 episodes before and after, so the standard error of their difference is below 0.065 whatever
     the rates: a run that learns nothing passes with odds of about 1 in 1000.

@@ -341,6 +341,7 @@ def test_separate_critic_has_its_own_trunk(folders, tmp_path):
 @pytest.mark.parametrize("name, message", [
     ("nobody/no-such-model", "hf download nobody/no-such-model"),
     ("/no/such/folder", "no such local folder"),
+    ("runs/nosuch/step_000003", "no such local folder"),
 ])
 def test_missing_model_says_what_to_do(name, message):
     with pytest.raises(ValueError, match=message):
@@ -366,10 +367,11 @@ def test_other_architectures_are_refused(folders, tmp_path):
     ("--dual-clip 0.5", "--dual-clip 0.5 must be above 1"),
     ("--lr inf", "--lr inf must be above 0 and finite"),
     ("--anchor middle", "--anchor 'middle' is neither 'last' nor 'first'"),
-    ("--env Chess", "Chess"),
+    ("--env Chess", "--env 'Chess' is none of FrozenLake, Sokoban"),
+    ("--env-options max_turns=3", "--env-options max_turns is not set there: see --max-turns"),
     ("--env-options size=99", "size"),
     ("--env-options slippery", "name=value"),
-    ("--env-options colour=1", "colour"),
+    ("--env-options colour=1", "--env-options 'colour' is no option of FrozenLake; it has max_actions"),
     ("--alhpa 0.5", "--alpha"),
 ])
 def test_wrong_flags_are_refused_with_a_sentence(flags, message, capsys):

@@ -56,23 +56,25 @@ class Args:
     env: str = "Crafter"
     """World to play: Crafter or CraftingGrid (openworld.py)."""
     env_options: tuple[str, ...] = ("brief=True", "think=True", "marks=True")
-    """Options of the world as name=value, e.g. area=64 paraphrase=True distractors=8. The defaults
-    help the tiny model: no rules in the prompt (it has them from its demonstrations), a thought
-    before the action, cells that carry their place. A pretrained model should read the rules: give
-    --env-options with nothing, or others, behind it."""
+    """Options of the world as name=value, in place of the defaults: for Crafter e.g. area=64, for
+    CraftingGrid distractors=8, for both paraphrase=True or chunk=3 (openworld.py has all). The
+    defaults help the tiny model: no rules in the prompt (it has them from its demonstrations), a
+    thought before the action, cells that carry their place. A pretrained model should read the
+    rules: give --env-options with nothing behind it, or with other options."""
     tasks: str = "seen"
-    """Tasks that training goes through in turn: seen, unseen, all, a class (embodied, craft,
-    combat, gui) or a name (openworld.TASKS). The cold start demonstrates all."""
+    """Tasks that training goes through in turn: seen, unseen, all, a class (Crafter: embodied,
+    craft, combat; CraftingGrid: gui) or a name (openworld.TASKS). The cold start demonstrates all
+    of the world."""
     horizon: int = 50
-    """Actions an episode; a longer episode has failed."""
+    """Actions an episode; what is not done by then has failed."""
     image_size: int = 126
     """Side of a frame in px, 9 cells; 252 makes a cell one visual token of Qwen2-VL. The tiny model
     has one token a cell at any multiple of 9."""
     history: int = 1
     """Frames in a sample, with the actions between them."""
     model: str = "tiny"
-    """"tiny" (built here, no download), or a folder (RUN/step_... too) or hub id of Qwen2-VL,
-    Qwen2.5-VL, Qwen3-VL."""
+    """"tiny" (built here, no download), or a folder or hub id of Qwen2-VL, Qwen2.5-VL, Qwen3-VL.
+    A checkpoint (runs/NAME/step_...) goes with --cold-start 0, else it is cold-started again."""
     algo: str = "grow"
     """grow; or, on the same samples, grpo_trajectory (one advantage a trajectory), rloo (the same,
     leave-one-out, not divided by the deviation), ppo (value head; GAE in which a step is one
@@ -127,15 +129,16 @@ class Args:
     iterations: int = 32
     """Iterations of reinforcement learning."""
     cold_start: int = 3000
-    """Supervised steps before (of 6 samples from each of 4 demonstrations; of one for each process
-    where there are more); 0 for none. Their learning rate is 3e-3 for the tiny model, else --lr."""
+    """Supervised steps before reinforcement learning, each on 6 samples of each of 4 demonstrations
+    (of one a process, where there are more than 4 processes); 0 for a model that knows the format.
+    Their learning rate is 3e-3 for the tiny model, else --lr."""
     demo_noise: float = 0.75
     """Share of random actions in the demonstrations."""
     eval_every: int = 8
     """Iterations between evaluations on held-out worlds, seen and unseen tasks."""
     eval_episodes: int = 8
-    """Episodes a task of an evaluation and of a diagnostic; success before and after reinforcement
-    learning is measured on three times as many."""
+    """Episodes a task, in an evaluation between and in each diagnostic; success before and after
+    reinforcement learning is measured on three times as many."""
     save_every: int = 8
     """Iterations between checkpoints; the newest two are kept, and the cold start's."""
     seed: int = 1
@@ -183,11 +186,22 @@ class Args:
             name, equals, value = option.partition("=")
             if not equals:
                 raise ValueError(f"--env-options {option!r} is not of the form name=value")
-            if name in ("split", "tasks", "horizon", "image_size", "render_mode", "name"):
-                raise ValueError(f"--env-options {name} is not set there; see {flag(name)}, --env")
+            if name in FIXED:
+                raise ValueError(f"--env-options {name} is not set there: {FIXED[name]}")
+            known = [key for key in OPEN_WORLDS[self.env].options if key not in FIXED]
+            if name not in known:
+                raise ValueError(f"--env-options {name!r} is no option of {self.env}; it has "
+                                 f"{', '.join(known)}")
             options[name] = parse_value(value)
         return make_env(self.env, split=split, tasks=tasks, horizon=self.horizon,
                         image_size=self.image_size, **options | changes)
+
+
+FIXED = {  # what --env-options leaves alone
+    "name": "see --env", "tasks": "see --tasks", "horizon": "see --horizon",
+    "image_size": "see --image-size", "render_mode": "it changes nothing here",
+    "split": "training and evaluation choose it",
+}
 
 
 def flag(name: str) -> str:
@@ -552,6 +566,15 @@ def behind(mask: torch.Tensor, begin: list[int]) -> torch.Tensor:
     return mask * (mask.cumsum(1) > torch.tensor(begin, device=mask.device)[:, None])
 
 
+def outside(gap: torch.Tensor, acted: torch.Tensor, args) -> torch.Tensor:
+    """Share of each sample's probability ratios, exp(gap [S, T]) of its tokens `acted` or of the
+    whole action, that lie outside 1 +- --clip -> [S]."""
+    gap = gap * acted
+    if args.ratio == "action":
+        return ((gap.sum(1).exp() - 1).abs() > args.clip).float()
+    return ((gap.exp() - 1).abs() > args.clip).float().sum(1) / acted.sum(1)
+
+
 def first_tokens(mask: torch.Tensor) -> torch.Tensor:
     """The first generated token of each row of mask [B, T]."""
     return mask * (mask.cumsum(1) == 1)
@@ -725,7 +748,6 @@ def setup(args):
         )
     if world > 1:
         dist.barrier()
-    run.mkdir(parents=True, exist_ok=True)
     return rank, world, device, run, found[-1] if found else None
 
 
@@ -778,6 +800,7 @@ def main(args: Args) -> dict:
     try:
         rank, world, device, run, checkpoint = setup(args)
         policy = build_policy(args, rank, device, run, checkpoint)
+        run.mkdir(parents=True, exist_ok=True)  # only now: a wrong --model leaves no folder behind
         parameters = list(policy.parameters())
         optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
         state = load_checkpoint(optimizer, policy, checkpoint) if checkpoint else None
@@ -912,19 +935,20 @@ def main(args: Args) -> dict:
                     loss.backward()
                     with torch.no_grad():
                         step = hygrow.kl_terms(old["logprobs"], new["logprobs"], mask)[2]
-                        ratio = (new["logprobs"] - old["logprobs"]).exp()
-                        clipped = ((ratio - 1).abs() > args.clip) * mask
-                        moved = [(per_token * x).sum() for x in (step, clipped)]
+                        gap = new["logprobs"] - old["logprobs"]
+                        moved = [(per_token * step).sum(), (w * outside(gap, acted, args)).sum()]
                     terms = [policy_loss, value_loss, loss, entropy, *moved, kl, w.sum()]
                     losses += torch.stack([x.detach().double().cpu() for x in terms])
                 reduce_gradients(parameters)
+                if all(p.grad is None for p in parameters):
+                    continue  # no sample with a signal on any rank: optim/updates says so
                 norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)))
                 if math.isfinite(norms[-1]):
                     optimizer.step()
                 else:  # the same on all ranks, since the gradient is summed
                     skipped += 1
                 optimizer.zero_grad(set_to_none=True)
-        if skipped == args.epochs * args.minibatches:
+        if skipped and skipped == len(norms):
             raise RuntimeError(
                 f"no update of iteration {iteration} had a finite gradient. The last checkpoint is "
                 f"{checkpoints(run)[-1]}; go on from it with --resume {run} and a smaller --lr"
@@ -936,7 +960,8 @@ def main(args: Args) -> dict:
         now = time.time()
         metrics |= {
             "iteration": iteration, "optim/skipped": skipped,
-            "optim/grad_norm": sum(filter(math.isfinite, norms)) / (len(norms) - skipped),
+            "optim/updates": len(norms) - skipped,
+            "optim/grad_norm": mean([x if math.isfinite(x) else math.nan for x in norms]),
             "optim/lr": optimizer.param_groups[0]["lr"], "time/seconds": now - began,
             "time/collect_s": began_update - began_collect, "time/update_s": now - began_update,
             "time/tokens_per_s": metrics["rollout/all_tokens"] / (now - began_collect),
@@ -949,6 +974,9 @@ def main(args: Args) -> dict:
                         zero=f"{metrics['advantage/zero_frac']:.2f}",
                         tok_s=f"{metrics['time/tokens_per_s']:.0f}",
                         MB=f"{metrics['memory/peak_mb']:.0f}", refresh=False)
+        if not norms:
+            say(f"iteration {iteration}: no update: every group failed as a whole (or, with "
+                "--drop-equal-groups, succeeded); a longer --cold-start or easier --tasks help")
         if rank == 0:
             log(metrics, iteration)
         if iteration % args.eval_every == 0 or iteration == args.iterations:
@@ -1039,7 +1067,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
         if getattr(args, name) != getattr(default, name):
             sys.exit(f"train_grow.py: --resume cannot change {flag(name)} from "
                      f"{getattr(default, name)!r}; begin a new run from its checkpoint with "
-                     f"--model {resume}/step_...")
+                     f"--model {resume}/step_... --cold-start 0")
     if args.resume and args.run_dir not in ("", default.run_dir):
         sys.exit("train_grow.py: give --resume or --run-dir, not both")
     return args

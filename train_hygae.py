@@ -41,7 +41,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 import hygrow
-from envs import make_env
+from envs import WORLDS, make_env
 from models import Dialogue, Transcript, collate, load_policy, make_tiny, save_policy, take
 
 
@@ -54,7 +54,8 @@ class Args:
     max_turns: int = 5
     """Turns an episode; a longer episode is truncated."""
     model: str = "tiny"
-    """"tiny" (built here, no download), or a folder or hub id of Qwen2-VL, Qwen2.5-VL, Qwen3-VL."""
+    """"tiny" (built here, no download), or a folder or hub id of Qwen2-VL, Qwen2.5-VL, Qwen3-VL.
+    A checkpoint (runs/NAME/step_...) goes with --cold-start 0, else it is cold-started again."""
     critic: str = "shared"
     """"shared": value head on the policy's trunk; "separate" (paper): on a trunk of its own."""
     alpha: float = 0.5
@@ -140,6 +141,7 @@ class Args:
         need("dual_clip", lambda x: x == 0 or 1 < x < math.inf, "must be above 1, or 0 for none")
         need("num_envs", lambda x: x % self.minibatches == 0, "cannot be split into "
              f"--minibatches {self.minibatches}; use a multiple of {self.minibatches}")
+        need("env", WORLDS.__contains__, f"is none of {', '.join(WORLDS)}")
         self.make_env("train")  # refuses unknown names and options before anything is spent
 
     def make_env(self, split: str):
@@ -149,10 +151,20 @@ class Args:
             name, equals, value = option.partition("=")
             if not equals:
                 raise ValueError(f"--env-options {option!r} is not of the form name=value")
-            if name in ("split", "max_turns", "render_mode", "name"):
-                raise ValueError(f"--env-options {name} is not set there; see --max-turns, --env")
+            if name in FIXED:
+                raise ValueError(f"--env-options {name} is not set there: {FIXED[name]}")
+            known = [key for key in WORLDS[self.env].options if key not in FIXED]
+            if name not in known:
+                raise ValueError(f"--env-options {name!r} is no option of {self.env}; it has "
+                                 f"{', '.join(known)}")
             options[name] = parse_value(value)
         return make_env(self.env, split=split, max_turns=self.max_turns, **options)
+
+
+FIXED = {  # what --env-options leaves alone
+    "name": "see --env", "max_turns": "see --max-turns",
+    "render_mode": "it changes nothing here", "split": "training and evaluation choose it",
+}
 
 
 def flag(name: str) -> str:
@@ -494,7 +506,6 @@ def setup(args):
         )
     if world > 1:
         dist.barrier()
-    run.mkdir(parents=True, exist_ok=True)
     return rank, world, device, run, found[-1] if found else None
 
 
@@ -551,6 +562,7 @@ def main(args: Args) -> dict:
     try:
         rank, world, device, run, checkpoint = setup(args)
         policy = build_policy(args, rank, device, run, checkpoint)
+        run.mkdir(parents=True, exist_ok=True)  # only now: a wrong --model leaves no folder behind
         parameters = list(policy.parameters())
         optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
         state = load_checkpoint(optimizer, policy, checkpoint) if checkpoint else None
@@ -749,7 +761,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
         if getattr(args, name) != getattr(default, name):
             sys.exit(f"train_hygae.py: --resume cannot change {flag(name)} from "
                      f"{getattr(default, name)!r}; begin a new run from its checkpoint with "
-                     f"--model {resume}/step_...")
+                     f"--model {resume}/step_... --cold-start 0")
     if args.resume and args.run_dir not in ("", default.run_dir):
         sys.exit("train_hygae.py: give --resume or --run-dir, not both")
     return args
