@@ -149,7 +149,7 @@ def load_policy(name: str, *, critic: str = "shared", seed: int = 0, device="cpu
     Raises ValueError when the files are missing, are of another architecture, or do not fit.
     """
     # a hub id is owner/name: what is not one is not looked for on the hub, which takes a while
-    local = (name.startswith(("/", ".", "~")) or name.count("/") > 1
+    local = (name.startswith(("/", ".", "~", "runs/")) or name.count("/") > 1
              or "/" in name and Path(name).parent.is_dir())
     try:
         if local and not Path(name).is_dir():
