@@ -1,9 +1,10 @@
-"""Measurements, not tests: speed of estimator and rollout, cost of an update.
+"""Measurements, not tests: speed of estimator and rollout, cost of an update, the worlds.
 
     python bench.py speed                # a freshly made tiny model
     python bench.py speed --model runs/NAME/step_000100
     python bench.py memory               # GROW's update against the episode's length
     python plot.py memory --data runs/bench_memory.json --out docs/grow_memory.png
+    python bench.py worlds               # what expert and random replies reach in every world
 
 speed: tokens/s of `models.Dialogue` against calling `model.generate` afresh for the whole
 conversation at every turn, as turn-based agents usually do: the same model, batch, levels and reply
@@ -11,21 +12,27 @@ limit, in turn in one process. Quote the ratio, not the seconds: machines are no
 
 memory: peak memory and seconds of one update (forward, loss, backward, optimiser step) on one
 episode of each length, as GROW's state-action samples and as one whole conversation.
+
+worlds: success of the scripted expert and of random valid replies on held-out levels, and replies a
+second with frames and resets, in one process; worlds whose package is missing are named.
 """
 
 import json
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import tyro
 
+import envs
 import hygrow
 import train_grow
 from models import Dialogue, Policy, Transcript, collate
@@ -49,6 +56,14 @@ class Speed:
     """Measurements of each; the best one counts."""
     threads: int = 1
     """Torch threads."""
+
+
+@dataclass(frozen=True)
+class Worlds:
+    """What the scripted expert and random valid replies reach in each world."""
+
+    seeds: int = 50
+    """Held-out levels of each."""
 
 
 @dataclass(frozen=True)
@@ -309,10 +324,47 @@ def memory(options: Memory) -> list[dict]:
     return rows
 
 
+WORLDS = (  # environment, its options, package, licence of the simulator, the paper's own?
+    ("FrozenLake", {}, "gymnasium", "MIT", "yes"),
+    ("Sokoban", {}, "", "ours", "same rules"),
+    ("Navigation", {"max_turns": 10}, "miniworld", "Apache-2.0", "stand-in"),
+    *(("PrimitiveSkill", {"tasks": task, "image_size": 56}, "mujoco", "Apache-2.0", "stand-in")
+      for task in ("align", "place", "stack", "drawer")),
+    *(("ManiSkill", {"tasks": task, "image_size": 128}, "mani_skill", "Apache-2.0", "yes")
+      for task in ("align", "place", "stack")),
+)
+
+
+def worlds(options: Worlds) -> list[dict]:
+    """Print a row a world."""
+    print("| environment | simulator | expert | random | replies/s | licence | the paper's own? |")
+    print("|---|---|---|---|---|---|---|")
+    rows = []
+    for name, settings, package, licence, own in WORLDS:
+        title = " ".join([name, settings.get("tasks", "")]).strip()
+        try:
+            env = envs.make_env(name, split="eval", **settings)
+            env.reset(seed=0)  # some find only now that they lack a package or a renderer
+        except (ImportError, RuntimeError) as error:
+            print(f"{title} left out: {error}", file=sys.stderr)
+            continue
+        began = time.perf_counter()
+        ends = [[envs.play(env, seed, noise) for seed in range(options.seeds)]
+                for noise in (0.0, 1.0)]
+        speed = sum(end["turn"] for half in ends for end in half) / (time.perf_counter() - began)
+        expert, random = (sum(end["success"] for end in half) / options.seeds for half in ends)
+        rows.append({"name": title, "expert": expert, "random": random})
+        simulator = f"{package} {version(package)}" if package else "-"
+        print(f"| {title} | {simulator} | {expert:.0%} | {random:.0%} | {speed:.0f} | {licence} | "
+              f"{own} |", flush=True)
+    return rows
+
+
 if __name__ == "__main__":
     command = tyro.cli(
         Annotated[Speed, tyro.conf.subcommand("speed")]
-        | Annotated[Memory, tyro.conf.subcommand("memory")],
+        | Annotated[Memory, tyro.conf.subcommand("memory")]
+        | Annotated[Worlds, tyro.conf.subcommand("worlds")],
         description=__doc__,
     )
-    {Speed: speed, Memory: memory}[type(command)](command)
+    {Speed: speed, Memory: memory, Worlds: worlds}[type(command)](command)

@@ -576,16 +576,23 @@ class Sokoban(TurnEnv):
 WORLDS = {"FrozenLake": FrozenLake, "Sokoban": Sokoban}
 OPEN_WORLDS = {  # name: the file it is in, imported when asked for: it needs another package
     "Crafter": "openworld", "CraftingGrid": "openworld", "Plancraft": "plancraft_gui",
+    "Navigation": "navigation", "Thor": "navigation", "PrimitiveSkill": "skills",
+    "ManiSkill": "skills",
 }
+
+
+def env_class(name: str) -> type:
+    """The class of that name. ValueError names what exists."""
+    if name in OPEN_WORLDS:
+        return getattr(importlib.import_module(OPEN_WORLDS[name]), name)
+    if name not in WORLDS:
+        raise ValueError(f"no environment {name!r}; there are {', '.join((*WORLDS, *OPEN_WORLDS))}")
+    return WORLDS[name]
 
 
 def make_env(name: str, **options) -> TurnEnv:
     """The environment of that name; its class tells the options. ValueError names what exists."""
-    if name in OPEN_WORLDS:
-        return getattr(importlib.import_module(OPEN_WORLDS[name]), name)(**options)
-    if name not in WORLDS:
-        raise ValueError(f"no environment {name!r}; there are {', '.join((*WORLDS, *OPEN_WORLDS))}")
-    return WORLDS[name](**options)
+    return env_class(name)(**options)
 
 
 def play(env: TurnEnv, seed: int, noise: float) -> dict:

@@ -6,6 +6,7 @@
     python plot.py compare --runs runs/A runs/B --out docs/grow_compare.png    # train_grow.py
     python plot.py summary --runs runs/A runs/B runs/C                         # both
     python plot.py diagnostics --runs runs/A runs/B runs/C                     # train_grow.py
+    python plot.py worlds --out docs/worlds.png              # packages: requirements-worlds.txt
     python plot.py memory --data runs/bench_memory.json --out docs/grow_memory.png
 """
 
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 import tyro
 
+from envs import make_env
 from models import Dialogue, load_policy
 from train_hygae import Args, checkpoints
 
@@ -92,6 +94,16 @@ class Diagnostics:
 
     runs: tuple[str, ...]
     """Run folders of train_grow.py."""
+
+
+@dataclass(frozen=True)
+class Worlds:
+    """The first and the last frame of an expert's episode in the rooms and on the table."""
+
+    seed: int = 8
+    """Seed of the held-out levels."""
+    out: str = "docs/worlds.png"
+    """Picture to write."""
 
 
 @dataclass(frozen=True)
@@ -314,6 +326,29 @@ def diagnostics(options: Diagnostics) -> None:
         print(f"| {name} | {' | '.join(cells)} |")
 
 
+def worlds(options: Worlds) -> None:
+    rows = (("Navigation", {}), *(("PrimitiveSkill", {"tasks": task}) for task in (
+        "align", "place", "stack", "drawer")))
+    figure, axes = plt.subplots(2, len(rows), figsize=(2.4 * len(rows), 5.2),
+                                constrained_layout=True)
+    for (name, settings), (first, last) in zip(rows, axes.T):
+        env = make_env(name, split="eval", image_size=224, **settings)
+        seen, done = env.reset(seed=options.seed)[0], False
+        first.imshow(seen["image"])
+        title = seen["text"].split(" red(")[0].split(" apple(")[0]  # positions follow
+        first.set_title("\n".join([name, *textwrap.wrap(title, 30)]), fontsize=8)
+        while not done:
+            seen, _, ended, truncated, info = env.step(env.expert_reply())
+            done = ended or truncated
+        last.imshow(seen["image"])
+        last.set_title(f"{'solved' if info['success'] else 'not solved'} in {info['moves']} "
+                       "actions", fontsize=8)
+    for axis in axes.flat:
+        axis.set_axis_off()
+    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(options.out, dpi=110)
+
+
 def memory(options: Memory) -> None:
     if not Path(options.data).exists():
         raise SystemExit(f"plot.py: no file {options.data}; `python bench.py memory` writes one")
@@ -346,11 +381,13 @@ if __name__ == "__main__":
         | Annotated[Compare, tyro.conf.subcommand("compare")]
         | Annotated[Summary, tyro.conf.subcommand("summary")]
         | Annotated[Diagnostics, tyro.conf.subcommand("diagnostics")]
+        | Annotated[Worlds, tyro.conf.subcommand("worlds")]
         | Annotated[Memory, tyro.conf.subcommand("memory")],
         description=__doc__,
     )
     if not getattr(command, "runs", True):
         raise SystemExit("plot.py: --runs names no run; their folders are runs/...")
     draw = {Curve: curve, Episode: episode, Classes: classes, Compare: compare,
-            Summary: summary, Diagnostics: diagnostics, Memory: memory}
+            Summary: summary, Diagnostics: diagnostics, Worlds: worlds,
+            Memory: memory}
     draw[type(command)](command)

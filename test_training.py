@@ -6,6 +6,7 @@ Everything here runs on a CPU without network; the models are small but of the r
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 from transformers import Qwen2_5_VLConfig, Qwen2VLImageProcessorPil, Qwen3VLConfig
 
+import bench
+import envs
 import models
 import train_hygae
 from envs import FrozenLake
@@ -367,11 +370,11 @@ def test_other_architectures_are_refused(folders, tmp_path):
     ("--dual-clip 0.5", "--dual-clip 0.5 must be above 1"),
     ("--lr inf", "--lr inf must be above 0 and finite"),
     ("--anchor middle", "--anchor 'middle' is neither 'last' nor 'first'"),
-    ("--env Chess", "--env 'Chess' is none of FrozenLake, Sokoban"),
+    ("--env Chess", "no environment 'Chess'; there are FrozenLake, Sokoban"),
     ("--env-options max_turns=3", "--env-options max_turns is not set there: see --max-turns"),
     ("--env-options size=99", "size"),
     ("--env-options slippery", "name=value"),
-    ("--env-options colour=1", "--env-options 'colour' is no option of FrozenLake; it has max_actions"),
+    ("--env-options colour=1", "--env-options 'colour' is no option of FrozenLake; it"),
     ("--alhpa 0.5", "--alpha"),
 ])
 def test_wrong_flags_are_refused_with_a_sentence(flags, message, capsys):
@@ -381,6 +384,18 @@ def test_wrong_flags_are_refused_with_a_sentence(flags, message, capsys):
     assert stop.value.code == 2
     said = (text.out + text.err).replace("│", "").replace("\n", "").replace(" ", "")
     assert message.replace(" ", "") in said
+
+
+def test_table_of_worlds(capsys, monkeypatch):
+    """A world whose package is missing is named, and the others go on."""
+    monkeypatch.setitem(envs.OPEN_WORLDS, "Absent", "no_such_module")
+    rows = (("Absent", {}, "", "", ""), ("FrozenLake", {}, "gymnasium", "MIT", "yes"))
+    monkeypatch.setattr(bench, "WORLDS", rows)
+    assert bench.worlds(bench.Worlds(seeds=3)) == [
+        {"name": "FrozenLake", "expert": 1.0, "random": pytest.approx(1 / 6, abs=0.17)}]
+    said = capsys.readouterr()
+    assert "Absent left out: No module named 'no_such_module'" in said.err
+    assert re.search(r"\| FrozenLake \| gymnasium [\d.]+ \| 100% \|", said.out)
 
 
 def test_every_flag_has_help(capsys):

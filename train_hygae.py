@@ -41,16 +41,23 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 import hygrow
-from envs import WORLDS, make_env
+from envs import env_class, make_env
 from models import Dialogue, Transcript, collate, load_policy, make_tiny, save_policy, take
+from workers import remote_envs, side_by_side
 
 
 @dataclass(frozen=True)
 class Args:
     env: str = "FrozenLake"
-    """World to play: FrozenLake or Sokoban (envs.py)."""
+    """World to play: FrozenLake, Sokoban (envs.py), Navigation, Thor (navigation.py),
+    PrimitiveSkill or ManiSkill (skills.py); the last four need a package, which an error names."""
     env_options: tuple[str, ...] = ()
     """Options of the world as name=value, e.g. size=6 slippery=True random_corners=True."""
+    env_workers: int = 0
+    """Processes of their own for the environments, for each training process: for simulators that
+    crash, hang or are slow (workers.py); 0: all in the training process."""
+    env_limit: float = 60.0
+    """Seconds after which a worker that does not answer is restarted; its episodes are dropped."""
     max_turns: int = 5
     """Turns an episode; a longer episode is truncated."""
     model: str = "tiny"
@@ -134,31 +141,45 @@ class Args:
              "eval_episodes save_every threads", lambda x: x >= 1, "must be at least 1")
         need("clip value_clip temperature lr max_grad_norm reward_scale",
              lambda x: 0 < x < math.inf, "must be above 0 and finite")
-        need("value_coef entropy_coef kl_coef cold_start seed",
+        need("env_limit", lambda x: 0 < x < math.inf, "must be above 0 and finite")
+        need("value_coef entropy_coef kl_coef cold_start seed env_workers",
              lambda x: 0 <= x < math.inf, "must be 0 or more, and finite")
         need("critic", ("shared", "separate").__contains__, "is neither 'shared' nor 'separate'")
         need("anchor", ("last", "first").__contains__, "is neither 'last' nor 'first'")
         need("dual_clip", lambda x: x == 0 or 1 < x < math.inf, "must be above 1, or 0 for none")
         need("num_envs", lambda x: x % self.minibatches == 0, "cannot be split into "
              f"--minibatches {self.minibatches}; use a multiple of {self.minibatches}")
-        need("env", WORLDS.__contains__, f"is none of {', '.join(WORLDS)}")
-        self.make_env("train")  # refuses unknown names and options before anything is spent
+        try:
+            self.make_env("train")  # refuses unknown names and options before anything is spent
+        except ImportError as error:  # the package of a simulator
+            raise ValueError(f"--env {self.env}: {error}") from error
 
     def make_env(self, split: str):
         """The world that --env, --env-options and --max-turns describe."""
-        options = {}
+        return make_env(self.env, split=split, max_turns=self.max_turns, **self.options())
+
+    def make_envs(self, split: str, count: int) -> list:
+        """So many of them, in --env-workers processes."""
+        if not self.env_workers:
+            return [self.make_env(split) for _ in range(count)]
+        return remote_envs(self.env, count, processes=self.env_workers, limit=self.env_limit,
+                           split=split, max_turns=self.max_turns, **self.options())
+
+    def options(self) -> dict:
+        """--env-options as keyword arguments of the world."""
+        options, world = {}, env_class(self.env)
         for option in self.env_options:
             name, equals, value = option.partition("=")
             if not equals:
                 raise ValueError(f"--env-options {option!r} is not of the form name=value")
             if name in FIXED:
                 raise ValueError(f"--env-options {name} is not set there: {FIXED[name]}")
-            known = [key for key in WORLDS[self.env].options if key not in FIXED]
+            known = [key for key in world.options if key not in FIXED]
             if name not in known:
                 raise ValueError(f"--env-options {name!r} is no option of {self.env}; it has "
                                  f"{', '.join(known)}")
             options[name] = parse_value(value)
-        return make_env(self.env, split=split, max_turns=self.max_turns, **options)
+        return options
 
 
 FIXED = {  # what --env-options leaves alone
@@ -231,24 +252,28 @@ def collect(policy, envs, rows, args, first_seed, uniforms, temperature):
 
     def attempt(i: int, action, *inputs):
         try:
-            return action(*inputs)
+            return i, action(*inputs)
         except Exception as fault:  # a simulator may fail in any way; training goes on
             print(f"episode dropped, {args.env} raised {fault!r}", file=sys.stderr, flush=True)
             stats[i, STATS.index("fault")] = 1
 
-    for i, row in enumerate(rows):
-        if start := attempt(i, lambda env, seed: env.reset(seed=seed), envs[i], first_seed + row):
-            observations[i] = start[0]
-            live.append(i)
+    def begin(i: int):
+        return attempt(i, lambda env, seed: env.reset(seed=seed), envs[i], first_seed + rows[i])
+
+    for i, start in filter(None, side_by_side(begin, envs, range(len(envs)))):
+        observations[i] = start[0]
+        live.append(i)
     while live:
         texts, images = zip(*[(observations[i]["text"], observations[i]["image"]) for i in live])
         dialogue.observe(live, texts, images)
         replies = dialogue.reply(args.max_tokens, uniforms[live, turn], temperature)
-        going = []
-        for i, reply in zip(live, replies):
+        answers, going = dict(zip(live, replies)), []
+
+        def advance(i: int):
+            return attempt(i, finite_step, envs[i], answers[i])
+
+        for i, step in filter(None, side_by_side(advance, envs, live)):  # None: counted above
             script = dialogue.transcripts[i]
-            if not (step := attempt(i, finite_step, envs[i], reply)):
-                continue  # counted by `attempt`
             observations[i], reward, ended, truncated, info = step
             script.rewards[-1] = reward * args.reward_scale
             stats[i, :4] += torch.tensor([reward, info["success"], 1, info["valid"]])
@@ -517,9 +542,10 @@ def build_policy(args, rank, device, run: Path, checkpoint):
         if rank == 0:
             env = args.make_env("train")
             texts = [env.system_prompt, "Invalid reply. "]  # the words of the world and its expert
-            for seed in range(200):
+            for seed in range(200) if not hasattr(env, "texts") else ():
                 for observation, reply, _ in expert_episode(env, seed, noise=0.5):
                     texts += [observation["text"], reply]
+            texts += getattr(env, "texts", [])
             make_tiny(source, texts, args.seed)
         if dist.is_initialized():
             dist.barrier()
@@ -575,8 +601,8 @@ def main(args: Args) -> dict:
         (run / "args.tmp").write_text(json.dumps(asdict(args) | {"resume": ""}, indent=1))
         os.replace(run / "args.tmp", run / "args.json")
     rows = list(range(rank, args.num_envs, world))  # this process's rows of the global batch
-    envs = [args.make_env("train") for _ in rows]
-    eval_envs = [args.make_env("eval") for _ in range(-(-args.eval_episodes // world))]
+    envs = args.make_envs("train", len(rows))
+    eval_envs = args.make_envs("eval", -(-args.eval_episodes // world))
     size = sum(p.numel() for p in parameters)
     say(f"{args.env}, {args.model} model, {size:,} parameters, {world} process(es), folder {run}")
     began, first, evaluation = time.time(), 1, {}
