@@ -16,8 +16,8 @@ episode.
 All randomness is a function of (--seed, iteration, global row), never of a rank or of what happened
 before: see train_hygae.py.
 
-Differs from the paper, where the defaults serve a tiny model and short episodes: gamma 0.97 (paper:
-0.995 at several hundred steps; what matters is gamma^horizon); balanced statistics (paper, read
+Differs from the paper: the defaults serve a tiny model and short episodes. gamma 0.97 (paper: 0.995
+at several hundred steps; what matters is gamma^horizon); balanced statistics (paper, read
 literally: pooled, where long failures outweigh the rest of their group); clip range, group size,
 epochs and learning rate, which it does not give; a KL penalty to the cold start; a probability
 ratio for each token (paper, as we read it: for the action); Crafter instead of Minecraft.
@@ -585,9 +585,11 @@ def select(played: list[Episode], rows: list[int], args) -> tuple[list, torch.Te
     """What an update learns from -> (global row, episode) of each, their groups [N], and how many
     groups were played at all.
 
-    Left out: episodes whose world raised (differs from the paper: the rest of the group goes on
-    without them), and the groups in which no advantage or, with --drop-equal-groups, no difference
-    of success is to be had. These still count in the mean over groups.
+    Left out: episodes whose world raised, and the groups in which no advantage or, with
+    --drop-equal-groups, no difference of success is to be had. These still count in the mean over
+    groups.
+    Differs from the paper: it does not say what becomes of a member that is lost; here the rest of
+    the group goes on without it.
     """
     kept = [(row, e) for row, e in zip(rows, played) if not e.fault]
     wins = {}
@@ -629,7 +631,7 @@ def advantages_of(episodes: list, group: torch.Tensor, played: int, args, ranks)
         paid[torch.arange(len(episodes)), lengths - 1] = success
         a, g = hygrow.token_gae(paid, values, mask, gamma=args.gamma, lam=args.lam)
         advantages, returns = hygrow.whiten(a, mask, dist=ranks)[mask], g[mask]
-        # Differs from the paper, which does not say how its PPO weighs: all samples alike
+        # Differs from the paper: it does not say how its PPO weighs; here all samples alike
         weights = torch.full_like(advantages, 1 / max(len(advantages), 1))
     used = torch.tensor([group.unique().numel(), len(advantages), played], dtype=torch.float64)
     total = all_reduce_sum(used.clone())

@@ -13,7 +13,7 @@ All randomness is a function of (--seed, iteration, global row), never of a rank
 before. So any number of processes draws the same levels and the same random numbers (the gradient
 of the first update is the same to 1e-5; rounding parts the runs later), and resuming needs no RNG.
 
-Differs from the paper, where the defaults serve a tiny model instead of a pretrained one: a cold
+Differs from the paper: the defaults serve a tiny model instead of a pretrained one: a cold
 start; one AdamW (betas .9/.95, no weight decay) and one learning rate for actor and critic,
 annealed together with the entropy bonus (paper: two trunks, 1e-6 and 1e-5, betas .9/.999, decay
 0.01, all constant); temperature 1 without top-p (paper: 0.7 with top-p 0.95, which its log-probs do
