@@ -160,7 +160,8 @@ class OpenWorld(TurnEnv):
     from its demonstrations. marks: each cell of the frame carries its column and row in its upper
     edge, for a model without positions of its own (Qwen2-VL has relative ones alone).
 
-    A world sets kinds (of its tasks), actions, rules, example, `_wait` (what an invalid reply does)
+    A world sets kinds (of its tasks), actions, rules, example, things (the words of its thoughts),
+    `_wait` (what an invalid reply does)
     _start(task, seed)   build the start in `_state`
     _act(action)         execute it
     _count()             of the task's event, since the world began

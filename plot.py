@@ -313,9 +313,10 @@ def summary(options: Summary) -> None:
 def diagnostics(options: Diagnostics) -> None:
     """A row a metric, a column a set of tasks before and after; "-" where a run lacks it."""
     runs = [read(run, "train_grow.py")[1] for run in options.runs]
-    names = [key.removeprefix("eval/") for key in runs[0][0] if key.startswith("eval/") and any(
-        part in key for part in ("locking", "acquire", "away_s", "distractors", "success_"))]
-    heads = ("", "trained tasks, cold start", "end", "unseen tasks, cold start", "end")
+    names = dict.fromkeys(key.split("/")[1] for key in runs[0][0] if key.startswith("eval") and any(
+        part in key for part in ("locking", "acquire", "away_s", "distractors", "success_")))
+    end = "end" if all(r[-1]["label"] == "end" for r in runs) else "so far (unfinished)"
+    heads = ("", "trained tasks, before", end, "unseen tasks, before", end)
     print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     for name in names:
         cells = []

@@ -71,7 +71,7 @@ class Args:
     """Side of a frame in px, 9 cells; 252 makes a cell one visual token of Qwen2-VL. The tiny model
     has one token a cell at any multiple of 9."""
     history: int = 1
-    """Frames in a sample, with the actions between them."""
+    """Frames in a sample, with the replies between them."""
     model: str = "tiny"
     """"tiny" (built here, no download), or a folder or hub id of Qwen2-VL, Qwen2.5-VL, Qwen3-VL.
     A checkpoint (runs/NAME/step_...) goes with --cold-start 0, else it is cold-started again."""
@@ -81,18 +81,19 @@ class Args:
     action; all samples weigh alike)."""
     gamma: float = 0.97
     """Discount per step in [0, 1]: the last step of a success is worth 1, the first of H steps
-    gamma^(H - 1); formula in hygrow.grow_rewards."""
+    gamma^(H - 1); formula in hygrow.grow_rewards. --algo grow and ppo, and the critic's targets
+    in the cold start."""
     lam: float = 0.95
     """GAE lambda per step in [0, 1], --algo ppo only."""
     statistics: str = "balanced"
     """Mean and deviation of a group: each sample counts alike (pooled), or each trajectory does,
-    whatever its length (balanced); formula in hygrow.grow_advantages."""
+    whatever its length (balanced); formula in hygrow.grow_advantages. --algo grow only."""
     ratio: str = "token"
     """Probability ratio of a token, averaged over the reply's, or of the whole action; formula in
     hygrow.grow_loss."""
     loss_on: str = "reply"
     """Tokens that the advantage reaches: the whole reply, or its answer alone (all behind <answer>,
-    or all where there is none). With the answer alone nothing keeps thought and format in order."""
+    or all where there is none). With the answer alone only --kl-coef keeps thought and format."""
     drop_equal_groups: bool = False
     """Leave out groups whose members all succeeded, too (DAPO); groups that all failed have no
     signal in any case. Not with --algo ppo, which has no groups."""
@@ -972,13 +973,16 @@ def main(args: Args) -> dict:
         shown = {key.removeprefix("rollout/").removeprefix("success_"): value
                  for key, value in metrics.items() if key.startswith("rollout/success")}
         bar.set_postfix({key: "-" if x is None else f"{x:.2f}" for key, x in shown.items()},
-                        steps=f"{metrics['rollout/steps'] or math.nan:.0f}",
+                        steps=f"{metrics['rollout/steps'] or math.nan:.0f}".replace("nan", "-"),
                         zero=f"{metrics['advantage/zero_frac']:.2f}",
                         tok_s=f"{metrics['time/tokens_per_s']:.0f}",
                         MB=f"{metrics['memory/peak_mb']:.0f}", refresh=False)
         if not norms:
-            say(f"iteration {iteration}: no update: every group failed as a whole (or, with "
-                "--drop-equal-groups, succeeded); a longer --cold-start or easier --tasks help")
+            lost = all(e.fault for e in played)
+            say(f"iteration {iteration}: no update: " + (
+                "the worlds of all episodes raised, see the errors above" if lost else
+                "every group failed as a whole (or, with --drop-equal-groups, succeeded); a longer "
+                "--cold-start or easier --tasks help"))
         if rank == 0:
             log(metrics, iteration)
         if iteration % args.eval_every == 0 or iteration == args.iterations:
@@ -1068,8 +1072,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
     for name in ("env", "env_options", "model", "image_size") if resume else ():
         if getattr(args, name) != getattr(default, name):
             sys.exit(f"train_grow.py: --resume cannot change {flag(name)} from "
-                     f"{getattr(default, name)!r}; begin a new run from its checkpoint with "
-                     f"--model {resume}/step_... --cold-start 0")
+                     f"{getattr(default, name)!r}; begin a new run (from its checkpoint, --model "
+                     f"{resume}/step_..., where words and --image-size fit)")
     if args.resume and args.run_dir not in ("", default.run_dir):
         sys.exit("train_grow.py: give --resume or --run-dir, not both")
     return args

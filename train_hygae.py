@@ -786,8 +786,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
     for name in ("env", "env_options", "model") if resume else ():
         if getattr(args, name) != getattr(default, name):
             sys.exit(f"train_hygae.py: --resume cannot change {flag(name)} from "
-                     f"{getattr(default, name)!r}; begin a new run from its checkpoint with "
-                     f"--model {resume}/step_... --cold-start 0")
+                     f"{getattr(default, name)!r}; begin a new run (from its checkpoint, --model "
+                     f"{resume}/step_..., where the words fit)")
     if args.resume and args.run_dir not in ("", default.run_dir):
         sys.exit("train_hygae.py: give --resume or --run-dir, not both")
     return args
