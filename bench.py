@@ -330,6 +330,7 @@ WORLDS = (  # environment, its options, package, licence of the simulator, the p
     ("Navigation", {"max_turns": 10}, "miniworld", "Apache-2.0", "stand-in"),
     *(("PrimitiveSkill", {"tasks": task, "image_size": 56}, "mujoco", "Apache-2.0", "stand-in")
       for task in ("align", "place", "stack", "drawer")),
+    ("ViRL", {}, "", "ours", "stand-in"),
     *(("ManiSkill", {"tasks": task, "image_size": 128}, "mani_skill", "Apache-2.0", "yes")
       for task in ("align", "place", "stack")),
 )

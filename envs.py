@@ -577,7 +577,7 @@ WORLDS = {"FrozenLake": FrozenLake, "Sokoban": Sokoban}
 OPEN_WORLDS = {  # name: the file it is in, imported when asked for: it needs another package
     "Crafter": "openworld", "CraftingGrid": "openworld", "Plancraft": "plancraft_gui",
     "Navigation": "navigation", "Thor": "navigation", "PrimitiveSkill": "skills",
-    "ManiSkill": "skills",
+    "ManiSkill": "skills", "ViRL": "virl",
 }
 
 

@@ -12,6 +12,7 @@
 
 import json
 import math
+import re
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -329,14 +330,14 @@ def diagnostics(options: Diagnostics) -> None:
 
 def worlds(options: Worlds) -> None:
     rows = (("Navigation", {}), *(("PrimitiveSkill", {"tasks": task}) for task in (
-        "align", "place", "stack", "drawer")))
+        "align", "place", "stack", "drawer")), ("ViRL", {}))
     figure, axes = plt.subplots(2, len(rows), figsize=(2.4 * len(rows), 5.2),
                                 constrained_layout=True)
     for (name, settings), (first, last) in zip(rows, axes.T):
         env = make_env(name, split="eval", image_size=224, **settings)
         seen, done = env.reset(seed=options.seed)[0], False
         first.imshow(seen["image"])
-        title = seen["text"].split(" red(")[0].split(" apple(")[0]  # positions follow
+        title = re.split(r" red\(| apple\(| \[ \] go", seen["text"])[0]  # places follow, or more
         first.set_title("\n".join([name, *textwrap.wrap(title, 30)]), fontsize=8)
         while not done:
             seen, _, ended, truncated, info = env.step(env.expert_reply())

@@ -49,8 +49,9 @@ from workers import remote_envs, side_by_side
 @dataclass(frozen=True)
 class Args:
     env: str = "FrozenLake"
-    """World to play: FrozenLake, Sokoban (envs.py), Navigation, Thor (navigation.py),
-    PrimitiveSkill or ManiSkill (skills.py); the last four need a package, which an error names."""
+    """World to play: FrozenLake, Sokoban (envs.py), ViRL (virl.py), Navigation, Thor
+    (navigation.py), PrimitiveSkill or ManiSkill (skills.py); the last four need a package, which an
+    error names."""
     env_options: tuple[str, ...] = ()
     """Options of the world as name=value, e.g. size=6 slippery=True random_corners=True."""
     env_workers: int = 0
