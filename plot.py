@@ -337,7 +337,7 @@ def worlds(options: Worlds) -> None:
         env = make_env(name, split="eval", image_size=224, **settings)
         seen, done = env.reset(seed=options.seed)[0], False
         first.imshow(seen["image"])
-        title = re.split(r" red\(| apple\(| \[ \] go", seen["text"])[0]  # places follow, or more
+        title = re.split(r" red\(| apple\(| \[ \] go", seen["text"])[0].replace("[ ] ", "")
         first.set_title("\n".join([name, *textwrap.wrap(title, 30)]), fontsize=8)
         while not done:
             seen, _, ended, truncated, info = env.step(env.expert_reply())
