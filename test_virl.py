@@ -109,6 +109,19 @@ def test_perspective_by_hand():
         assert view[-1, 22, 1] == pytest.approx(135, abs=2)
 
 
+def test_perspective_is_linear_between_pixels():
+    """A ramp of 25 a column of 45 degrees: the one pixel of a view has the mean of its four samples,
+    which is the ramp's value at yaw."""
+    picture = np.broadcast_to((25 * np.arange(8))[None, :, None], (4, 8, 3)).astype(np.uint8)
+    for yaw in (-40, 0, 10, 33):
+        wanted = 25 * ((yaw / 360 + 0.5) * 8 - 0.5)
+        assert perspective(picture, yaw, 1)[0, 0, 0] == pytest.approx(wanted, abs=0.51)
+    upright = np.broadcast_to((50 * np.arange(4))[:, None, None], (4, 8, 3)).astype(np.uint8)
+    assert perspective(upright, 77, 1)[0, 0, 0] == pytest.approx(75, abs=0.51)
+    lower = perspective(upright, 77, 2)[1, 0, 0]  # down by 10 to 34 degrees
+    assert 75 + 50 * 10 / 45 < lower < 75 + 50 * 34 / 45
+
+
 def test_perspective_goes_on_at_the_seam():
     """Turning panorama and yaw together changes nothing, wherever the seam then is."""
     rng = np.random.default_rng(0)
@@ -140,6 +153,18 @@ def test_four_views_where_and_which(tmp_path):
         white = (frame[:, 3] == 255).all(-1)  # a column, in view of two colours
         assert frame.shape == (side, side, 3)
         assert white.sum() == gap and white[(side - gap) // 2 : (side + gap) // 2].all()
+
+
+def test_the_frame_turns_with_who_walks(tmp_path):
+    """Front is red in the north, green in the east."""
+    colours = np.array([[200, 0, 0], [0, 200, 0], [0, 0, 200], [200, 200, 200]], np.uint8)
+    picture = np.broadcast_to(colours[(np.arange(720) + 90) // 180 % 4], (360, 720, 3))
+    env = one_route(tmp_path, max_turns=20)
+    data_set(tmp_path / "data", entry(), picture=picture)
+    seen = [env.reset(seed=0)[0]] + [env.step(say(action))[0] for action in
+                                     [action for action, _ in env._rail]]
+    fronts = [int(np.abs(colours.astype(int) - o["image"][27, 27]).sum(1).argmin()) for o in seen]
+    assert fronts == [0, 1, 1, 1, 0, 0, 0, 0]
 
 
 # ----------------------------------------------------------------------------------- the reader
@@ -279,6 +304,7 @@ def test_the_command_tells_all_faults(tmp_path):
 @pytest.mark.parametrize("name,content,words", (
     ("a.metadata.json", b"{}", "a.metadata.json: rotation must be"),
     ("a.metadata.json", b'{"rotation": "x"}', "rotation must be a number of degrees, not 'x'"),
+    ("a.metadata.json", b'{"rotation": NaN}', "rotation must be a number of degrees, not nan"),
     ("a.metadata.json", b"[]", "rotation"), ("a.metadata.json", b"", "is no JSON"),
     ("a.jpg", b"", "a.jpg is no picture"), ("a.jpg", b"\xff\xd8\xff", "a.jpg is no picture"),
     ("a.jpg", None, "a.jpg is no picture"), ("a.jpg", "cut", "a.jpg is no picture"),
@@ -363,14 +389,13 @@ def test_an_episode_by_hand(tmp_path):
     assert info == {"success": False, "valid": True, "actions": [turn("east")], "turn": 1,
                     "format_reward": 0.5, "moves": 1, "keypoints": 1, "wrong": None}
 
-    # half of 60 m is 30 m off, so the second forward() brings the keypoint; then a wrong action
-    observation, reward, ended, _, info = env.step(say("forward()", "forward()", "stop()",
-                                                       turn("north")))
-    assert reward == pytest.approx(0.5 + 2 * 0.8 + 3) and not ended
-    assert info["actions"] == ["forward()"] * 2 and info["wrong"] == "stop()"
+    assert env.step(say("forward()"))[1] == pytest.approx(0.5 + 0.8)  # half way is 30 m off
+    observation, reward, ended, _, info = env.step(say("forward()", "stop()", turn("north")))
+    assert reward == pytest.approx(0.5 + 0.8 + 3) and not ended
+    assert info["actions"] == ["forward()"] and info["wrong"] == "stop()"
     assert info["moves"] == 3 and info["keypoints"] == 2 and not info["success"]
     assert observation["text"].startswith(
-        "stop() was wrong: it and what followed were not done. Turn 3. You face east. [x] turn")
+        "stop() was wrong: it and what followed were not done. Turn 4. You face east. [x] turn")
 
     before = env._state
     for reply in ("forward()", say("fly()"), say("Forward()"), say(), say(*["forward()"] * 11)):
@@ -411,6 +436,8 @@ def test_keypoints_near_the_end_and_with_the_right_heading(tmp_path):
     env.reset(seed=0)
     info = env.step(say(turn("east"), "forward()", "forward()", turn("north"), "forward()"))[4]
     assert info["keypoints"] == 4  # 19 m before it
+    assert env.step(say("forward()"))[1] == pytest.approx(0.5 + 0.8)  # there: not yet stopped
+    assert env.step(say("stop()"))[1] == pytest.approx(0.5 + 0.8 + 10)
     env.reset(seed=0)
     env._keypoints = [(says, place, near, ahead + 45) for says, place, near, ahead in
                       env._keypoints]
@@ -419,6 +446,8 @@ def test_keypoints_near_the_end_and_with_the_right_heading(tmp_path):
     env._keypoints = [(says, place, near, ahead - 44) for says, place, near, ahead in
                       env._keypoints]
     assert env.step(say(turn("east")))[4]["keypoints"] == 1
+    env._keypoints[2] = (*env._keypoints[2][:3], 316)  # 44 degrees from north, across it
+    assert env.step(say("forward()", "forward()", turn("north")))[4]["keypoints"] == 3
 
 
 def test_an_unset_heading_is_drawn(tmp_path):
@@ -549,6 +578,24 @@ def test_boards_hang_where_the_directions_say():
                 side = district.side_of(i, j, heading)
                 assert np.mean(right) == (side == "right"), (i, j, heading)
             assert (rows < city.HEIGHT / 2).all()  # above the eye
+
+
+def test_boards_can_be_read():
+    """Across the street from each board one sees it, and not its mirror image."""
+    district = city.District(np.random.default_rng(0), city.ORIGIN, 0.0, 0)
+    walls = 0
+    for i, j in np.argwhere(district.names != ""):
+        x, y = 2 * district.corners[i, j] - 1
+        for place, heading in (((0, 12.5 * y), 90 * x), ((12.5 * x, 0), 90 - 90 * y)):
+            at = 60.0 * i + place[0], 60.0 * j + place[1]
+            view = perspective(district.panorama(*at, rotation=0.0), heading - 180, 300)
+            crop = view[66:135, 54:246]  # 7 m off: 4.5 m to each side, 0.7 to 3.9 m above the eye
+            board = Image.fromarray(city.board(str(district.names[i, j]))).resize((192, 69))
+            error = np.abs(crop - np.array(board, int)).mean()
+            mirrored = np.abs(crop - np.array(board, int)[:, ::-1]).mean()
+            assert error < 15 and error < 0.5 * mirrored, (i, j, heading, error, mirrored)
+            walls += 1
+    assert walls > 12
 
 
 def test_a_street_lies_ahead():
