@@ -226,7 +226,8 @@ def read_city(folder: Path) -> City:
     content = load_json(path)
     if (not isinstance(content, list) or len(content) != 2 or not isinstance(content[0], list)
             or not content[0] or content[1] != len(content[0])):
-        raise ValueError(f"{path} must be [[route, ...], number of routes], with one route at least")
+        raise ValueError(f"{path} must be [[route, ...], number of routes], with at least one "
+                         "route")
     routes = tuple(read_route(entry, f"{path}, route {index}")
                    for index, entry in enumerate(content[0]))
     mapping = read_mapping(folder)
@@ -252,8 +253,8 @@ def panorama(folder: Path, pano: str, width: int) -> tuple[np.ndarray, float]:
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"{path} is no picture that can be read: {error}") from error
     if abs(image.width - 2 * image.height) > 2:
-        raise ValueError(f"{path} is {image.width} x {image.height} px; a panorama of all around is "
-                         "twice as wide as high")
+        raise ValueError(f"{path} is {image.width} x {image.height} px; a panorama of all around "
+                         "is twice as wide as high")
     if image.width > width:
         image = image.resize((width, width // 2), Image.Resampling.LANCZOS)
     return np.array(image), float(rotation)
@@ -361,9 +362,9 @@ class ViRL(TurnEnv):
     folder: a data set in the published layout; "": a made-up city. eval_folder: another one, whose
     routes are all for evaluation (and not for training, should `folder` have them too); "": a
     quarter of folder's routes, by a hash, is for evaluation. A level is a route's number in its
-    file. Reward: format_reward for each reply in the format, 0.8 for each action of the route, 3 for
-    each keypoint, 10 for stop() at the end of the route. A wrong action and those after it in the
-    reply are not executed. State: how many actions of the route are done.
+    file. Reward: format_reward for each reply in the format, 0.8 for each action of the route, 3
+    for each keypoint, 10 for stop() at the end of the route. A wrong action and those after it in
+    the reply are not executed. State: how many actions of the route are done.
     ValueError names the file and the field that is wrong; of pictures when they are to be seen.
     """
 
@@ -389,6 +390,7 @@ class ViRL(TurnEnv):
         self.folder, self.eval_folder = str(folder), str(eval_folder)
         paths = [folder, eval_folder] if folder else [default_city(1), default_city(2)]
         train, held_out = (read_city(Path(path)) if path else None for path in paths)
+        self._cities = [city for city in (train, held_out) if city]
         self._city = held_out if held_out and self.split == "eval" else train
         if held_out is None:
             mine = [n for n, route in enumerate(train.routes)
@@ -407,8 +409,8 @@ class ViRL(TurnEnv):
 
     @property
     def texts(self) -> list[str]:
-        """All that the world and its expert can say: the vocabulary of a model made for it."""
-        marks = sorted({mark for city in (self._city,) for r in city.routes for mark in r.landmarks})
+        """All that the world and its expert can say, in both splits: a model's vocabulary."""
+        marks = sorted({mark for city in self._cities for r in city.routes for mark in r.landmarks})
         turns = [f"Turn {n + 1}." for n in range(self.max_turns + 1)]
         return [self.system_prompt, "Invalid reply. ", *map(WRONG.format, self.actions), *turns,
                 *marks, *SIDES, *COMPASS, "You face keep facing turn to face [x] [ ] stop Done: -. "
