@@ -35,8 +35,9 @@ import tyro
 import envs
 import hygrow
 import train_grow
+from large import peak_memory
 from models import Dialogue, Policy, Transcript, collate
-from train_grow import Sample, advantages_of, peak_memory, transcribe
+from train_grow import Sample, advantages_of, transcribe
 from train_hygae import Args, build_policy
 
 

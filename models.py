@@ -34,7 +34,10 @@ from transformers import (
 )
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils.logging import disable_progress_bar
+
+from large import adapter_state, full_tensors
 
 disable_progress_bar()  # "Writing model shards" at every checkpoint
 END_OF_TURN = "<|im_end|>"
@@ -139,11 +142,13 @@ def make_tiny(folder: str | Path, texts: list[str], seed: int, patch: int = 28) 
 
 
 # ---------------------------------------------------------------------------- load and save
-def load_policy(name: str, *, critic: str = "shared", seed: int = 0, device="cpu") -> "Policy":
+def load_policy(name: str, *, critic: str = "shared", seed: int = 0, device="cpu",
+                random_init: bool = False) -> "Policy":
     """A local folder or hub id of Qwen2-VL, Qwen2.5-VL or Qwen3-VL as a Policy in float32.
 
     critic "shared": a linear value head on the policy's own trunk; "separate": on a copy of it.
-    A folder that `save_policy` wrote brings its critic along.
+    A folder that `save_policy` wrote brings its critic along. random_init: the config's shape with
+    random weights, so that no weights need to be there: for measurements of memory and speed.
     Tokenizer and image processor are loaded by themselves: AutoProcessor would also want a video
     processor, and with it torchvision, for nothing. The folder is the one AutoProcessor reads.
     Raises ValueError when the files are missing, are of another architecture, or do not fit.
@@ -170,12 +175,16 @@ def load_policy(name: str, *, critic: str = "shared", seed: int = 0, device="cpu
             f"--model {name} is of type {config.model_type!r}; supported: {', '.join(SUPPORTED)}"
         )
     try:
-        model, report = AutoModelForImageTextToText.from_pretrained(
-            name, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
-        )
+        if random_init:
+            torch.manual_seed(seed)
+            model, report = AutoModelForImageTextToText.from_config(config, dtype=torch.float32), {}
+        else:
+            model, report = AutoModelForImageTextToText.from_pretrained(
+                name, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
+            )
         tokenizer = AutoTokenizer.from_pretrained(name)
         processor = AutoImageProcessor.from_pretrained(name, backend="pil")
-        if report["missing_keys"]:  # transformers would fill them with random numbers
+        if report.get("missing_keys"):  # transformers would fill them with random numbers
             raise ValueError(f"weights missing: {sorted(report['missing_keys'])[:3]}")
         if END_OF_TURN not in tokenizer.get_vocab() or not tokenizer.chat_template:
             raise ValueError(f"the tokenizer has no {END_OF_TURN} or no chat template")
@@ -188,7 +197,7 @@ def load_policy(name: str, *, critic: str = "shared", seed: int = 0, device="cpu
     model.model.visual.config._attn_implementation = "hygrow_image_flash"
     policy = Policy(model, tokenizer, processor, critic, seed)
     saved = Path(name) / "critic.safetensors"
-    if saved.exists():
+    if saved.exists() and not random_init:
         try:
             state, own = load_file(saved), policy.critic_state()
         except SafetensorError as error:
@@ -196,16 +205,30 @@ def load_policy(name: str, *, critic: str = "shared", seed: int = 0, device="cpu
         if {k: v.shape for k, v in state.items()} != {k: v.shape for k, v in own.items()}:
             raise ValueError(f"{saved} was saved with another --critic than {critic!r}")
         policy.load_state_dict(state, strict=False)
+    policy.device = torch.device(device)
     return policy.to(device)
 
 
-def save_policy(policy: "Policy", folder: str | Path) -> None:
-    """The policy as a plain Hugging Face folder; value head and critic in critic.safetensors."""
-    policy.lm.save_pretrained(folder)
+def save_policy(policy: "Policy", folder: str | Path, write: bool = True) -> None:
+    """The policy as a plain Hugging Face folder; value head and critic in critic.safetensors.
+
+    A policy with shards is put together for it, so every process must call it; one of them with
+    `write`. Adapters are merged, and lie by themselves in adapter.safetensors, to go on with.
+    """
+    state = full_tensors(policy, write)
+    if not write:
+        return
+    if policy.lm.get_output_embeddings().weight is policy.lm.get_input_embeddings().weight:
+        state.pop("lm.lm_head.weight", None)  # the input embedding is the same tensor
+    critic = {k: v.contiguous() for k, v in state.items() if not k.startswith("lm.")}
+    weights = {k.removeprefix("lm."): v for k, v in state.items() if k.startswith("lm.")}
+    policy.lm.save_pretrained(folder, state_dict=weights)
     policy.tokenizer.save_pretrained(folder)
     policy.processor.save_pretrained(folder)
-    critic = {name: tensor.contiguous() for name, tensor in policy.critic_state().items()}
     save_file(critic, Path(folder) / "critic.safetensors")
+    if any(".lora_" in name for name, _ in policy.named_parameters()):
+        adapter = {name: tensor.cpu() for name, tensor in adapter_state(policy).items()}
+        save_file(adapter, Path(folder) / "adapter.safetensors")
 
 
 # -------------------------------------------------------------------------------- attention
@@ -319,6 +342,21 @@ def take(batch: dict, rows: list[int]) -> dict:
     return out
 
 
+def blank(policy: "Policy", script: Transcript) -> None:
+    """Give a conversation that never began a black frame: every row then passes the vision tower,
+    which sharded weights need, whose forward passes are steps that all processes take together."""
+    side = 2 * policy.processor.patch_size * policy.processor.merge_size
+    frame = np.zeros((side, side, 3), dtype=np.uint8)
+    policy.show(script, "", "", *policy.process_images([frame])[0])
+
+
+def idle(policy: "Policy") -> dict:
+    """A batch of one row from which nothing is learned: for a process that has none left."""
+    blank(policy, script := Transcript())
+    script.reply(torch.tensor([policy.eos]))
+    return collate([script])
+
+
 # ----------------------------------------------------------------------------------- policy
 class Policy(nn.Module):
     """A vision-language model and its critic; `forward` is the training pass."""
@@ -344,10 +382,9 @@ class Policy(nn.Module):
         banned[self.eos] = False
         self.register_buffer("banned", banned, persistent=False)
         self.chunk = lru_cache(maxsize=4096)(self._chunk)
-
-    @property
-    def device(self):
-        return self.value_head.weight.device
+        self.device = torch.device("cpu")  # of the passes; sharded weights may lie elsewhere
+        self.encode_once = False  # frames are encoded when first seen: large.lighten
+        self.bf16 = False  # autocast of the trunk and head; large.shard has its own
 
     def critic_state(self) -> dict:
         """What `from_pretrained` would not know: the value head and a separate critic's trunk."""
@@ -355,21 +392,39 @@ class Policy(nn.Module):
 
     def hidden(self, trunk, ids, positions, pixels, grids, mask=None, cache=None) -> Tensor:
         """Last hidden states [B, T, D] of a trunk (the policy's or the critic's)."""
-        device = self.device
+        device, images = self.device, {}
         pixels, grids = ([x for x in xs if x is not None] for xs in (pixels or [], grids or []))
-        return trunk(
-            input_ids=ids.to(device),
-            position_ids=positions.to(device),
-            pixel_values=torch.cat(pixels).to(device) if pixels else None,
-            image_grid_thw=torch.cat(grids).to(device) if grids else None,
-            attention_mask=mask,
-            cache=cache,
-            use_cache=cache is not None,
-        ).last_hidden_state
+        if pixels and self.encode_once:
+            images["mm_encoder_outputs"] = {"image": unpack(torch.cat(pixels).to(device), trunk)}
+        elif pixels:
+            images["pixel_values"] = torch.cat(pixels).to(device)
+            images["image_grid_thw"] = torch.cat(grids).to(device)
+        with self.autocast():
+            return trunk(
+                input_ids=ids.to(device), position_ids=positions.to(device), attention_mask=mask,
+                cache=cache, use_cache=cache is not None, **images,
+            ).last_hidden_state
+
+    def autocast(self):
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
+
+    @torch.no_grad()
+    def encode(self, pixels: list[Tensor], grids: list[Tensor]) -> list[Tensor]:
+        """Features [tokens, D (1 + levels)] of each frame by the frozen vision tower, on the CPU.
+
+        Qwen3-VL hands features of several levels to the text layers; they lie side by side.
+        """
+        with self.autocast():
+            out = self.lm.model.get_image_features(
+                torch.cat(pixels).to(self.device), torch.stack(grids).to(self.device))
+        levels = [out.pooler_output, *(getattr(out, "deepstack_features", None) or [])]
+        return [torch.cat(parts, -1).float().cpu() for parts in zip(*levels)]
 
     def all_logprobs(self, hidden: Tensor, temperature: float) -> Tensor:
         """log softmax(logits / T) [..., V] in float32, banned tokens at -inf. T = 0 means T = 1."""
-        logits = self.lm.get_output_embeddings()(hidden).float() / (temperature or 1.0)
+        with self.autocast():
+            logits = self.lm.get_output_embeddings()(hidden)
+        logits = logits.float() / (temperature or 1.0)
         return logits.masked_fill(self.banned, -torch.inf).log_softmax(-1)
 
     def value(self, hidden: Tensor) -> Tensor:
@@ -442,7 +497,17 @@ class Policy(nn.Module):
         script.grids.append(grid)
 
     def process_images(self, images: list[np.ndarray]) -> list[tuple[Tensor, Tensor]]:
-        """uint8 [H, W, 3] frames -> (pixel values [patches, dim], grid [3]) each."""
+        """uint8 [H, W, 3] frames -> (pixel values [patches, dim], grid [3]) each.
+
+        With a frozen vision tower the features of the frames instead of their pixels (`encode`).
+        """
+        out = self._patches(images)
+        if self.encode_once and images:
+            pixels, grids = zip(*out)
+            return list(zip(self.encode(list(pixels), list(grids)), grids))
+        return out
+
+    def _patches(self, images: list[np.ndarray]) -> list[tuple[Tensor, Tensor]]:
         side, size = self.processor.patch_size * self.processor.merge_size, self.processor.size
         shapes = {image.shape for image in images}
         fits = all(  # frames that need no resizing skip a PIL round trip that would change nothing
@@ -463,6 +528,15 @@ class Policy(nn.Module):
         )
         sizes = out["image_grid_thw"].prod(-1).tolist()
         return list(zip(out["pixel_values"].split(sizes), out["image_grid_thw"]))
+
+
+def unpack(features: Tensor, trunk) -> BaseModelOutputWithPooling:
+    """What `Policy.encode` packed, as the vision tower would have handed it to the text layers."""
+    width = trunk.language_model.config.hidden_size
+    first, *levels = features.split(width, -1)
+    out = BaseModelOutputWithPooling(pooler_output=(first,))
+    out["deepstack_features"] = [(level,) for level in levels]
+    return out
 
 
 def mrope(is_image: Tensor, grid: tuple, merge: int) -> tuple[Tensor, int]:

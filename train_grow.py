@@ -27,12 +27,12 @@ import argparse
 import json
 import math
 import os
-import resource
 import shutil
 import sys
 import time
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +46,23 @@ from tqdm import tqdm
 
 import hygrow
 from envs import make_env
-from models import Dialogue, Transcript, collate, load_policy, make_tiny, save_policy
+from large import (
+    AdapterReference,
+    clip_gradients,
+    explained,
+    gathered,
+    halving,
+    lighten,
+    like,
+    load_adapter,
+    passes,
+    peak_flops,
+    peak_memory,
+    shard,
+    update_flops,
+    whole,
+)
+from models import Dialogue, Transcript, collate, idle, load_policy, make_tiny, save_policy
 from openworld import TASKS
 from openworld import WORLDS as OPEN_WORLDS
 
@@ -75,6 +91,22 @@ class Args:
     model: str = "tiny"
     """"tiny" (built here, no download), or a folder or hub id of Qwen2-VL, Qwen2.5-VL, Qwen3-VL.
     A checkpoint (runs/NAME/step_...) goes with --cold-start 0, else it is cold-started again."""
+    random_init: bool = False
+    """Random weights in the shape of --model, whose folder then needs none: to measure memory and
+    speed."""
+    freeze_vision: bool = False
+    """Do not train the vision tower; each frame is then encoded once (large.lighten)."""
+    lora_rank: int = 0
+    """Train LoRA adapters of this rank in the text layers, and the value head, alone; checkpoints
+    hold the merged weights (large.lighten). 0: all weights."""
+    grad_checkpointing: bool = False
+    """Recompute layers in the backward pass: less memory, about a third more time."""
+    shard: bool = False
+    """Cut weights, gradients and moments over all processes (FSDP2, large.shard)."""
+    bf16: bool = False
+    """Compute layers in bfloat16; what is optimised, log-softmax, values and losses stay float32."""
+    offload: bool = False
+    """With --shard: keep the shards in CPU memory."""
     algo: str = "grow"
     """grow; or, on the same samples, grpo_trajectory (one advantage a trajectory), rloo (the same,
     leave-one-out, not divided by the deviation), ppo (value head; GAE in which a step is one
@@ -163,7 +195,7 @@ class Args:
              "must be at least 1")
         need("clip value_clip temperature lr max_grad_norm",
              lambda x: 0 < x < math.inf, "must be above 0 and finite")
-        need("value_coef entropy_coef kl_coef cold_start seed",
+        need("value_coef entropy_coef kl_coef cold_start seed lora_rank",
              lambda x: 0 <= x < math.inf, "must be 0 or more, and finite")
         for name, known in (("algo", ("grow", "grpo_trajectory", "rloo", "ppo")),
                             ("statistics", ("pooled", "balanced")), ("ratio", ("token", "action")),
@@ -175,6 +207,13 @@ class Args:
             raise ValueError(f"--group-size 1 leaves --algo {self.algo} nothing to compare with: "
                              "every advantage would be 0; give 2 or more, or --algo grow with "
                              "--gamma below 1 and without --drop-equal-groups")
+        if self.offload and not self.shard:
+            raise ValueError("--offload needs --shard")
+        if self.lora_rank and self.shard:
+            raise ValueError(f"--lora-rank {self.lora_rank} does not go with --shard: adapters "
+                             "leave little to cut; leave out one of them")
+        if self.random_init and self.model == "tiny":
+            raise ValueError("--random-init needs --model: tiny has random weights in any case")
         if self.algo == "ppo" and self.drop_equal_groups:
             raise ValueError("--drop-equal-groups does not go with --algo ppo, which has no groups")
         need("env", OPEN_WORLDS.__contains__, f"is none of {', '.join(OPEN_WORLDS)}")
@@ -266,6 +305,7 @@ class Sample:
     ids: torch.Tensor | None = None  # [n] the reply's tokens
     logprobs: torch.Tensor | None = None  # [n]
     value: float = 0.0  # of the state before the reply
+    images: list | None = None  # features of the frames, where a frozen tower encodes them once
 
 
 @dataclass
@@ -289,8 +329,13 @@ class Episode:
 
 def transcribe(policy, system: str, samples: list[Sample]) -> list[Transcript]:
     """Samples as conversations: (frame, reply) pairs, the last frame, and its reply where known."""
-    images = iter(policy.process_images([frame for s in samples for frame in s.frames]))
-    scripts = []
+    new = [s for s in samples if s.images is None]
+    images, scripts = iter(policy.process_images([f for s in new for f in s.frames])), []
+    seen = [s.images or [next(images) for _ in s.frames] for s in samples]
+    if policy.encode_once:
+        for sample, pictures in zip(samples, seen):
+            sample.images = pictures
+    images = (picture for pictures in seen for picture in pictures)
     for sample in samples:
         scripts.append(script := Transcript())
         for i, text in enumerate(sample.texts):
@@ -511,8 +556,9 @@ def cold_start(policy, args, rank, world, log) -> None:
     size = max(4, world)  # demonstrations a step, over all processes
     peak = 3e-3 if args.model == "tiny" else args.lr  # from scratch; pretrained weights would break
     env = args.make_env("train", "all")
-    parameters = list(policy.parameters())
+    parameters = [p for p in policy.parameters() if p.requires_grad]
     hidden = [p for name, p in policy.named_parameters() if args.model == "tiny" and p.ndim == 2
+              and p.requires_grad and not args.shard  # it needs whole matrices
               and (".layers." in name or ".blocks." in name)]  # Muon learns to see sooner
     others = [p for p in parameters if not any(p is q for q in hidden)]
     optimizers = [torch.optim.AdamW(others, lr=peak, betas=(0.9, 0.95), weight_decay=0.0)]
@@ -525,7 +571,10 @@ def cold_start(policy, args, rank, world, log) -> None:
         samples, targets = demonstrate(policy, env, range(first + rank, first + size, world), args)
         tokens = all_reduce_sum(torch.tensor([sum(len(s.ids) for s in samples), len(samples)]))
         tokens, loss = tokens.to(policy.device), torch.zeros(2, device=policy.device)
-        for low in range(0, len(samples), args.micro_batch):
+        starts = range(0, len(samples), args.micro_batch)
+        for _ in range(len(starts), passes(len(starts), args.shard)):
+            idle_pass(policy, None, args)
+        for low in starts:
             chosen = samples[low:low + args.micro_batch]
             part = collate(transcribe(policy, env.system_prompt, chosen))
             out = policy(part, args.temperature)
@@ -536,10 +585,11 @@ def cold_start(policy, args, rank, world, log) -> None:
             value = hygrow.masked_mean(error**2, first_token, tokens[1])
             (cross_entropy + 0.5 * value).backward()
             loss += torch.stack([cross_entropy, value]).detach()
-        reduce_gradients(parameters)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-        if not torch.isfinite(norm):
-            raise RuntimeError(f"cold start step {step}: the gradient is {float(norm)}, not finite")
+        if not args.shard:  # FSDP's backward pass has summed them
+            reduce_gradients(parameters)
+        norm = clip_gradients(parameters, args.max_grad_norm)
+        if not math.isfinite(norm):
+            raise RuntimeError(f"cold start step {step}: the gradient is {norm}, not finite")
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = peak * min((step + 1) / 30, 1 - step / args.cold_start)
@@ -549,7 +599,7 @@ def cold_start(policy, args, rank, world, log) -> None:
         bar.set_postfix(cross_entropy=f"{loss[0]:.3f}", refresh=False)
         if rank == 0 and (step % 20 == 0 or step + 1 == args.cold_start):
             log({"cold_start/step": step, "cold_start/cross_entropy": loss[0],
-                 "cold_start/value_loss": loss[1], "cold_start/grad_norm": float(norm)},
+                 "cold_start/value_loss": loss[1], "cold_start/grad_norm": norm},
                 step - args.cold_start)  # on TensorBoard's axis before iteration 0
 
 
@@ -643,16 +693,22 @@ def advantages_of(episodes: list, group: torch.Tensor, played: int, args, ranks)
 
 # ------------------------------------------------------------------------------- run directory
 def save_checkpoint(run: Path, iteration: int, policy, optimizer, seconds: float) -> None:
-    """All that a resumed run needs, written aside, then renamed: a kill leaves the last one."""
+    """All that a resumed run needs, written aside, then renamed: a kill leaves the last one.
+
+    Every process calls it, rank 0 writes."""
     final, aside = run / f"step_{iteration:06d}", run / f"step_{iteration:06d}.tmp"
-    shutil.rmtree(aside, ignore_errors=True)
-    save_policy(policy, aside)
-    names = {p: name for name, p in policy.named_parameters()}
-    moments = {
-        f"{names[p]}.{key}": value.contiguous()
-        for p, state in optimizer.state.items()
-        for key, value in state.items()
-    }
+    write = not dist.is_initialized() or dist.get_rank() == 0
+    if write:
+        shutil.rmtree(aside, ignore_errors=True)
+    save_policy(policy, aside, write)
+    names, moments = {p: name for name, p in policy.named_parameters()}, {}
+    for p, state in optimizer.state.items():
+        for key, value in state.items():
+            value = whole(value)  # with --shard every process has its piece
+            if write:
+                moments[f"{names[p]}.{key}"] = value.contiguous().cpu()
+    if not write:
+        return
     save_file(moments, aside / "optimizer.safetensors")
     state = {"iteration": iteration, "seconds": seconds}
     (aside / "state.json").write_text(json.dumps(state, indent=1))
@@ -684,7 +740,7 @@ def load_checkpoint(optimizer, policy, folder: Path) -> dict:
     for key, value in moments.items():
         name, _, moment = key.rpartition(".")
         p = names[name]
-        optimizer.state[p][moment] = value if moment == "step" else value.to(p.device)
+        optimizer.state[p][moment] = value if moment == "step" else like(p, value)
     return state
 
 
@@ -730,7 +786,9 @@ def setup(args):
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    if world > 1 and not dist.is_initialized():  # statistics are reduced on the CPU
+    if args.shard and "MASTER_ADDR" not in os.environ:
+        raise ValueError("--shard needs torchrun: torchrun --nproc-per-node N train_grow.py ...")
+    if (world > 1 or args.shard) and not dist.is_initialized():  # statistics are reduced on the CPU
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         dist.init_process_group(backend, timeout=timedelta(minutes=30))
     default = f"runs/{args.env}__{args.algo}__seed{args.seed}__{int(time.time())}"
@@ -764,13 +822,32 @@ def build_policy(args, rank, device, run: Path, checkpoint):
             make_tiny(source, texts, args.seed, patch=args.image_size // 9)
         if dist.is_initialized():
             dist.barrier()
+    if checkpoint and args.lora_rank:  # its merged weights are rounded: adapters go on their base
+        source = str(run / "tiny") if args.model == "tiny" else args.model
+    home = "cpu" if args.shard else device  # shards are cut on the CPU: a whole may not fit a GPU
     try:
-        return load_policy(source, seed=args.seed, device=device)
-    except ValueError as error:
+        policy = load_policy(source, seed=args.seed, device=home,
+                             random_init=args.random_init and not checkpoint)
+        lighten(policy, freeze_vision=args.freeze_vision, lora_rank=args.lora_rank,
+                grad_checkpointing=args.grad_checkpointing, seed=args.seed)
+        if checkpoint and args.lora_rank:
+            saved = checkpoint / "adapter.safetensors"
+            load_adapter(policy, load_file(saved), saved)
+    except (ValueError, OSError, SafetensorError) as error:
         if not checkpoint:
             raise
         raise ValueError(f"{checkpoint} is damaged ({error}); delete it, and --resume goes on "
                          "from the one before") from error
+    place(policy, args, device)
+    return policy
+
+
+def place(policy, args, device) -> None:
+    """Cut it over the processes, or leave it whole on its device."""
+    policy.device = device
+    if args.shard:
+        shard(policy, bf16=args.bf16, offload=args.offload)
+    policy.bf16 = args.bf16 and not args.shard
 
 
 def save_reference(policy, rank, run: Path) -> None:
@@ -780,20 +857,25 @@ def save_reference(policy, rank, run: Path) -> None:
     """
     if rank == 0:
         shutil.rmtree(run / "reference.tmp", ignore_errors=True)
-        save_policy(policy, run / "reference.tmp")
+    save_policy(policy, run / "reference.tmp", write=rank == 0)
+    if rank == 0:
         shutil.rmtree(run / "reference", ignore_errors=True)
         os.replace(run / "reference.tmp", run / "reference")
     if dist.is_initialized():
         dist.barrier()
 
 
-def load_reference(args, device, run: Path):
+def load_reference(policy, args, device, run: Path):
     folder = run / "reference"
     if not folder.exists():
         raise ValueError(f"--kl-coef needs {folder}, which only a run begun with it has; "
                          "go on with --kl-coef 0")
-    reference = load_policy(str(folder), device=device).requires_grad_(False)
-    reference.critic = None  # only its log-probs are asked for
+    if args.lora_rank:
+        return AdapterReference(policy, load_file(folder / "adapter.safetensors"))
+    home = "cpu" if args.shard else device
+    reference = load_policy(str(folder), device=home).requires_grad_(False)
+    reference.encode_once = policy.encode_once  # it gets the same features
+    place(reference, args, device)
     return reference
 
 
@@ -804,10 +886,12 @@ def main(args: Args) -> dict:
         rank, world, device, run, checkpoint = setup(args)
         policy = build_policy(args, rank, device, run, checkpoint)
         run.mkdir(parents=True, exist_ok=True)  # only now: a wrong --model leaves no folder behind
-        parameters = list(policy.parameters())
+        parameters = [p for p in policy.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
         state = load_checkpoint(optimizer, policy, checkpoint) if checkpoint else None
-        reference = load_reference(args, device, run) if checkpoint and args.kl_coef else None
+        reference = None
+        if checkpoint and args.kl_coef:
+            reference = load_reference(policy, args, device, run)
     except (ValueError, OSError) as error:
         raise SystemExit(f"train_grow.py: {error}") from error
     say = tqdm.write if rank == 0 else lambda *_: None
@@ -818,8 +902,10 @@ def main(args: Args) -> dict:
     env, ranks = args.make_env("train", args.tasks), dist if world > 1 else None
     groups = list(range(rank, args.groups, world))  # this process's groups of the global batch
     rows = [g * args.group_size + i for g in groups for i in range(args.group_size)]
-    size = sum(p.numel() for p in parameters)
-    say(f"{args.env}, {args.model} model, {size:,} parameters, {world} process(es), folder {run}")
+    size, trained = sum(p.numel() for p in policy.parameters()), sum(p.numel() for p in parameters)
+    some = f" ({trained:,} trained)" if trained < size else ""
+    say(f"{args.env}, {args.model} model, {size:,} parameters{some}, {world} process(es), "
+        f"folder {run}")
     token = policy.processor.patch_size * policy.processor.merge_size
     if args.image_size != 9 * token:
         say(f"note: 9 cells of a frame share {args.image_size} px, a visual token of the model has "
@@ -837,12 +923,13 @@ def main(args: Args) -> dict:
             worlds = held_out(args, tasks, trained)
             if not worlds.tasks:  # all of them are trained on
                 continue
-            rates = evaluate(policy, args, worlds, rank, world,
-                             args.eval_episodes * (3 if thorough else 1))
+            with gathered(policy):  # --shard: no communication while playing
+                rates = evaluate(policy, args, worlds, rank, world,
+                                 args.eval_episodes * (3 if thorough else 1))
+                more = diagnose(policy, args, tasks, trained, rank, world) if thorough else {}
             for table in ("by_task", "solved_in"):
                 result[f"{name}_{table}"] = rates.pop(table)
-            if thorough:
-                rates |= diagnose(policy, args, tasks, trained, rank, world)
+            rates |= more
             result |= {f"{name}/{key}": value for key, value in rates.items()}
             shown = (f"{key} " + ("-" if value is None else format(
                          value, ".1f" if "steps" in key else ".1%"))
@@ -863,13 +950,13 @@ def main(args: Args) -> dict:
         cold_start(policy, args, rank, world, log)
         if args.kl_coef:
             save_reference(policy, rank, run)
-            reference = load_reference(args, device, run)
-        if rank == 0:
-            save_checkpoint(run, 0, policy, optimizer, time.time() - began)
+            reference = load_reference(policy, args, device, run)
+        save_checkpoint(run, 0, policy, optimizer, time.time() - began)
     evaluated = all_reduce_sum(torch.tensor(int(rank == 0 and log.evaluated)))
     if first == 1 and not evaluated:  # a kill may have come between the checkpoint and this
         evaluation = measure("cold start" if args.cold_start else "start", 0, thorough=True)
 
+    micro_batch = args.micro_batch  # smaller on this process once it ran out of memory
     bar = tqdm(range(first, args.iterations + 1), initial=first - 1, total=args.iterations,
                desc="train", disable=rank > 0, mininterval=0.5)
     for iteration in bar:
@@ -879,11 +966,14 @@ def main(args: Args) -> dict:
             args.groups * args.group_size, args.horizon, args.max_tokens))
         first_seed = seeded(ACT, args.seed) % 10**9 + iteration * args.groups
         played = start_groups(env, groups, args, first_seed)
-        collect(policy, played, args, noise[rows], args.temperature)
+        with gathered(policy):  # --shard: no communication until the update
+            collect(policy, played, args, noise[rows], args.temperature)
 
-        # 2. Score: log-probs and values were read while sampling; here, which episodes count
-        used, group, played_groups = select(played, rows, args)
-        episodes = [e for _, e in used]
+            # 2. Score: log-probs and values were read while sampling; here, which episodes count
+            used, group, played_groups = select(played, rows, args)
+            episodes = [e for _, e in used]
+            if args.bf16:
+                score(policy, env.system_prompt, episodes, args)
 
         # 3. Advantages: A = (r - mu) / sigma over the group's samples, r = gamma^(H - t) success
         advantages, weights, returns, total = advantages_of(episodes, group, played_groups, args,
@@ -891,61 +981,27 @@ def main(args: Args) -> dict:
         samples = [s for e in episodes for s in e.samples]
 
         # 4. Update: epochs x minibatches; micro-batches and ranks only change memory and time
-        began_update, skipped, norms = time.time(), 0, []
-        losses = torch.zeros(8, dtype=torch.float64)  # summed in the order of LOSSES
+        began_update, skipped, norms, oom = time.time(), 0, [], 0
+        losses = torch.zeros(10, dtype=torch.float64)  # summed in the order of LOSSES
         annealed = 1 - 0.9 * (iteration - 1) / args.iterations  # towards a tenth
         for param_group in optimizer.param_groups:
             param_group["lr"] = args.lr * annealed
+        worth = advantages, args.minibatches * weights, returns, total
         for epoch in range(args.epochs):
             mixed = [numbers(MIX, args.seed, iteration, epoch, row, shape=len(e.samples))
                      for row, e in used]  # which minibatch a sample is in, whatever the rank
             place = (torch.cat([torch.zeros(0), *mixed]) * args.minibatches).long()
             for minibatch in range(args.minibatches):
                 mb_inds = (place == minibatch).nonzero().flatten()
-                for inds in mb_inds.split(args.micro_batch) if len(mb_inds) else ():
-                    scripts = transcribe(policy, env.system_prompt, [samples[i] for i in inds])
-                    part = collate(scripts)
-                    old = {k: v.to(device) for k, v in part.items() if torch.is_tensor(v)}
-                    new = policy(part, args.temperature)
-                    mask = old["mask"]
-                    w = (args.minibatches * weights[inds]).float().to(device)  # [S], the mean of J
-                    acted = mask
-                    if args.loss_on == "answer":
-                        ids = [samples[i].ids for i in inds]
-                        acted = behind(mask, [answer_start(policy.tokenizer, x) for x in ids])
-                    policy_loss = hygrow.grow_loss(
-                        new["logprobs"], old["logprobs"], advantages[inds].float().to(device), w,
-                        acted, clip=args.clip, ratio=args.ratio,
-                    )
-                    per_token = w[:, None] / mask.sum(1, keepdim=True)  # [S, 1]
-                    entropy = (per_token * new["entropy"] * mask).sum()
-                    value_loss = kl = torch.zeros((), device=device)
-                    if args.algo == "ppo":
-                        target = returns[inds].float().to(device)[:, None].expand_as(mask)
-                        value_loss = args.minibatches / total * hygrow.value_loss(
-                            new["values"], old["values"], target, first_tokens(mask),
-                            clip=args.value_clip, denominator=1,
-                        )
-                    if reference is not None:
-                        with torch.no_grad():
-                            anchor = reference(part, args.temperature)["logprobs"]
-                        # k2: as a loss its gradient is that of KL(policy || reference), and linear
-                        # in the gap; k3's is exponential, and one token can outweigh an update
-                        kl = hygrow.kl_terms(new["logprobs"], anchor, mask)[1]
-                        kl = (per_token * kl).sum()
-                    loss = (policy_loss + args.value_coef * value_loss + args.kl_coef * kl
-                            - args.entropy_coef * annealed * entropy)
-                    loss.backward()
-                    with torch.no_grad():
-                        step = hygrow.kl_terms(old["logprobs"], new["logprobs"], mask)[2]
-                        gap = new["logprobs"] - old["logprobs"]
-                        moved = [(per_token * step).sum(), (w * outside(gap, acted, args)).sum()]
-                    terms = [policy_loss, value_loss, loss, entropy, *moved, kl, w.sum()]
-                    losses += torch.stack([x.detach().double().cpu() for x in terms])
-                reduce_gradients(parameters)
+                update = partial(accumulate, policy, reference, env.system_prompt, samples, mb_inds,
+                                 worth, args, annealed)
+                terms, micro_batch, failed = halving(update, micro_batch, parameters, args.shard)
+                losses, oom = losses + terms, oom + failed
+                if not args.shard:  # FSDP's backward pass has summed them
+                    reduce_gradients(parameters)
                 if all(p.grad is None for p in parameters):
                     continue  # no sample with a signal on any rank: optim/updates says so
-                norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)))
+                norms.append(clip_gradients(parameters, args.max_grad_norm))
                 if math.isfinite(norms[-1]):
                     optimizer.step()
                 else:  # the same on all ranks, since the gradient is summed
@@ -958,16 +1014,24 @@ def main(args: Args) -> dict:
             )
 
         # 5. Log: sums over all episodes, samples, minibatches and ranks, one division
-        metrics = iteration_metrics(env, played, advantages, losses,
+        metrics = iteration_metrics(env, played, advantages, losses, oom,
                                     args.epochs * args.minibatches)
         now = time.time()
+        update_s, peak = now - began_update, peak_flops(device)
+        tokens, metrics["time/update_tflops"] = metrics.pop("tokens"), metrics.pop("flops") / 1e12
+        metrics["time/update_tflops"] /= update_s
+        if peak:
+            metrics["time/update_mfu"] = metrics["time/update_tflops"] * 1e12 / peak / world
         metrics |= {
             "iteration": iteration, "optim/skipped": skipped,
             "optim/updates": len(norms) - skipped,
             "optim/grad_norm": mean([x if math.isfinite(x) else math.nan for x in norms]),
             "optim/lr": optimizer.param_groups[0]["lr"], "time/seconds": now - began,
-            "time/collect_s": began_update - began_collect, "time/update_s": now - began_update,
+            "time/collect_s": began_update - began_collect, "time/update_s": update_s,
             "time/tokens_per_s": metrics["rollout/all_tokens"] / (now - began_collect),
+            "time/collect_tokens_per_s": (metrics["rollout/all_tokens"]
+                                          / (began_update - began_collect)),
+            "time/update_tokens_per_s": tokens / update_s,
             "memory/peak_mb": peak_memory(device),
         }
         shown = {key.removeprefix("rollout/").removeprefix("success_"): value
@@ -990,7 +1054,7 @@ def main(args: Args) -> dict:
             evaluation = measure("end" if last else f"iteration {iteration}", iteration, last)
 
         # 6. Save
-        if rank == 0 and (iteration % args.save_every == 0 or iteration == args.iterations):
+        if iteration % args.save_every == 0 or iteration == args.iterations:
             save_checkpoint(run, iteration, policy, optimizer, time.time() - began)
     if rank == 0:
         log.board.close()
@@ -1001,10 +1065,94 @@ def main(args: Args) -> dict:
 
 
 LOSSES = ("loss/policy", "loss/value", "loss/total", "policy/entropy", "policy/approx_kl",
-          "policy/clipfrac", "policy/reference_kl", "weight")
+          "policy/clipfrac", "policy/reference_kl", "weight", "tokens", "flops")
 
 
-def iteration_metrics(env, played, advantages, losses, updates: int) -> dict:
+def idle_pass(policy, reference, args) -> None:
+    """A pass from which nothing is learned: with --shard another process still has one to make."""
+    part = idle(policy)
+    if reference is not None:
+        with torch.no_grad():
+            reference(part, args.temperature)
+    out = policy(part, args.temperature)
+    (0 * (out["logprobs"].sum() + out["values"].sum())).backward()
+
+
+def accumulate(policy, reference, system: str, samples, mb_inds, worth, args, annealed,
+               size) -> torch.Tensor:
+    """Add the gradient of one minibatch, `size` samples a pass -> the terms of LOSSES [10].
+
+    mb_inds: which samples. worth: their advantages, weights and returns [S], and the number of
+    samples on all processes. The weights make every term a part of a sum over all processes.
+    """
+    advantages, weights, returns, total = worth
+    device, losses = policy.device, torch.zeros(10, dtype=torch.float64)
+    pieces = mb_inds.split(size) if len(mb_inds) else ()
+    for _ in range(len(pieces), passes(len(pieces), args.shard)):
+        idle_pass(policy, reference, args)
+    for inds in pieces:
+        scripts = transcribe(policy, system, [samples[i] for i in inds])
+        part = collate(scripts)
+        old = {k: v.to(device) for k, v in part.items() if torch.is_tensor(v)}
+        if reference is not None:
+            with torch.no_grad():
+                anchor = reference(part, args.temperature)["logprobs"]
+        new = policy(part, args.temperature)
+        mask = old["mask"]
+        w = weights[inds].float().to(device)  # [S], the mean of J
+        acted = mask
+        if args.loss_on == "answer":
+            ids = [samples[i].ids for i in inds]
+            acted = behind(mask, [answer_start(policy.tokenizer, x) for x in ids])
+        policy_loss = hygrow.grow_loss(
+            new["logprobs"], old["logprobs"], advantages[inds].float().to(device), w,
+            acted, clip=args.clip, ratio=args.ratio,
+        )
+        per_token = w[:, None] / mask.sum(1, keepdim=True)  # [S, 1]
+        entropy = (per_token * new["entropy"] * mask).sum()
+        value_loss = kl = torch.zeros((), device=device)
+        if args.algo == "ppo":
+            target = returns[inds].float().to(device)[:, None].expand_as(mask)
+            value_loss = args.minibatches / total * hygrow.value_loss(
+                new["values"], old["values"], target, first_tokens(mask),
+                clip=args.value_clip, denominator=1,
+            )
+        if reference is not None:
+            # k2: as a loss its gradient is that of KL(policy || reference), and linear in the gap;
+            # k3's is exponential, and one token can outweigh an update
+            kl = hygrow.kl_terms(new["logprobs"], anchor, mask)[1]
+            kl = (per_token * kl).sum()
+        loss = (policy_loss + args.value_coef * value_loss + args.kl_coef * kl
+                - args.entropy_coef * annealed * entropy)
+        if args.shard:  # its gradient sums need every tensor on every process, the value head's too
+            loss = loss + 0 * new["values"].sum()
+        loss.backward()
+        with torch.no_grad():
+            step = hygrow.kl_terms(old["logprobs"], new["logprobs"], mask)[2]
+            gap = new["logprobs"] - old["logprobs"]
+            moved = [(per_token * step).sum(), (w * outside(gap, acted, args)).sum()]
+        cost = [part["length"].sum(), torch.tensor(update_flops(policy, part))]
+        terms = [policy_loss, value_loss, loss, entropy, *moved, kl, w.sum(), *cost]
+        losses += torch.stack([x.detach().double().cpu() for x in terms])
+    return losses
+
+
+@torch.no_grad()
+def score(policy, system: str, episodes: list[Episode], args) -> None:
+    """Read log-probs and values again, in place: in bfloat16 one token at a time does not round as
+    a whole row does, and the first probability ratio is to be 1."""
+    samples = [s for e in episodes for s in e.samples]
+    for low in range(0, len(samples), args.micro_batch):
+        some = samples[low:low + args.micro_batch]
+        part = collate(transcribe(policy, system, some))
+        out = policy(part, args.temperature)
+        for row, sample in enumerate(some):
+            on = part["mask"][row] > 0
+            sample.logprobs = out["logprobs"][row].cpu()[on]
+            sample.value = float(out["values"][row].cpu()[on][0])
+
+
+def iteration_metrics(env, played, advantages, losses, oom: int, updates: int) -> dict:
     """Means from the sums over all ranks; the README's table says each one's unit and reduction."""
     kinds = list(dict.fromkeys(TASKS[name].kind for name in env.tasks))
     by_kind = torch.zeros(len(kinds), 2, dtype=torch.float64)
@@ -1019,12 +1167,12 @@ def iteration_metrics(env, played, advantages, losses, updates: int) -> dict:
     sums = torch.tensor([
         len(fine), len(wins), sum(e.moves for e in wins), sum(e.valid for e in fine), replies,
         sum(e.cut for e in fine), sum(e.fault for e in played), sum(e.moves for e in played),
-        sum(e.tokens for e in played), idle, float(advantages.sum()), float((advantages**2).sum()),
+        sum(e.tokens for e in played), oom, idle, float(advantages.sum()), float((advantages**2).sum()),
     ], dtype=torch.float64)
     sums = all_reduce_sum(torch.cat([sums, losses, by_kind.flatten()])).tolist()
-    episodes, won, moves, valid, replies, cut, faults, actions, tokens, idle, a, a2 = sums[:12]
-    *sums_of_losses, weight = sums[12:20]
-    replies_, split = max(replies, 1), sums[20:]
+    episodes, won, moves, valid, replies, cut, faults, actions, tokens, oom, idle, a, a2 = sums[:13]
+    *sums_of_losses, weight, updated, flops = sums[13:23]
+    replies_, split = max(replies, 1), sums[23:]
     return {
         "rollout/success": won / episodes if episodes else None,
         **{f"rollout/success_{kind}": split[2 * i] / split[2 * i + 1] if split[2 * i + 1] else None
@@ -1033,6 +1181,8 @@ def iteration_metrics(env, played, advantages, losses, updates: int) -> dict:
         "rollout/valid": valid / replies_,
         "rollout/cut": cut / replies_,
         "rollout/env_faults": faults,
+        "optim/oom_retries": oom,
+        "tokens": updated, "flops": flops,
         "rollout/samples": replies,
         "rollout/actions": actions,
         "rollout/all_tokens": tokens,
@@ -1042,14 +1192,6 @@ def iteration_metrics(env, played, advantages, losses, updates: int) -> dict:
         **{name: value / updates if name.startswith("loss/") else value / weight if weight else None
            for name, value in zip(LOSSES, sums_of_losses)},
     }
-
-
-def peak_memory(device) -> float:
-    """MB: on a GPU what torch held at most, else this process's largest resident size."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return largest / (2**20 if sys.platform == "darwin" else 1024)  # bytes there, kB elsewhere
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
@@ -1069,7 +1211,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
         except (ValueError, KeyError, TypeError) as error:
             sys.exit(f"train_grow.py: {saved} does not fit this version or script ({error!r})")
     args = tyro.cli(Args, args=argv, default=default, description=__doc__)
-    for name in ("env", "env_options", "model", "image_size") if resume else ():
+    fixed = ("env", "env_options", "model", "image_size", "lora_rank", "freeze_vision")
+    for name in fixed if resume else ():
         if getattr(args, name) != getattr(default, name):
             sys.exit(f"train_grow.py: --resume cannot change {flag(name)} from "
                      f"{getattr(default, name)!r}; begin a new run (from its checkpoint, --model "
@@ -1080,4 +1223,6 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    args = parse_args()
+    with explained("train_grow.py", args.resume or args.run_dir):
+        main(args)

@@ -29,6 +29,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +43,22 @@ from tqdm import tqdm
 
 import hygrow
 from envs import env_class, make_env
-from models import Dialogue, Transcript, collate, load_policy, make_tiny, save_policy, take
+from large import (
+    AdapterReference,
+    clip_gradients,
+    explained,
+    gathered,
+    halving,
+    lighten,
+    like,
+    load_adapter,
+    peak_flops,
+    peak_memory,
+    shard,
+    update_flops,
+    whole,
+)
+from models import Dialogue, Transcript, blank, collate, load_policy, make_tiny, save_policy, take
 from workers import remote_envs, side_by_side
 
 
@@ -64,8 +80,30 @@ class Args:
     model: str = "tiny"
     """"tiny" (built here, no download), or a folder or hub id of Qwen2-VL, Qwen2.5-VL, Qwen3-VL.
     A checkpoint (runs/NAME/step_...) goes with --cold-start 0, else it is cold-started again."""
+    random_init: bool = False
+    """Random weights in the shape of --model, whose folder then needs none: to measure memory and
+    speed."""
     critic: str = "shared"
     """"shared": value head on the policy's trunk; "separate" (paper): on a trunk of its own."""
+    critic_lr: float = 0.0
+    """Learning rate of value head and separate critic, annealed like --lr; 0: that of --lr; the
+    paper: 1e-5."""
+    freeze_vision: bool = False
+    """Do not train the vision tower; each frame is then encoded once (large.lighten)."""
+    lora_rank: int = 0
+    """Train LoRA adapters of this rank in the text layers, and the value head, alone; checkpoints
+    hold the merged weights (large.lighten). 0: all weights."""
+    grad_checkpointing: bool = False
+    """Recompute layers in the backward pass: less memory, about a third more time."""
+    shard: bool = False
+    """Cut weights, gradients and moments over all processes (FSDP2, large.shard)."""
+    bf16: bool = False
+    """Compute layers in bfloat16; what is optimised, log-softmax, values and losses stay float32."""
+    offload: bool = False
+    """With --shard: keep the shards in CPU memory."""
+    max_context: int = 0
+    """Tokens of a conversation at which its episode ends, as at --max-turns, before a frame that
+    may not fit; 0: what the model was made for."""
     alpha: float = 0.5
     """Weight of the turn-level advantage and return in [0, 1]; formula in hygrow.hybrid_gae."""
     gamma: float = 0.99
@@ -143,13 +181,21 @@ class Args:
         need("clip value_clip temperature lr max_grad_norm reward_scale",
              lambda x: 0 < x < math.inf, "must be above 0 and finite")
         need("env_limit", lambda x: 0 < x < math.inf, "must be above 0 and finite")
-        need("value_coef entropy_coef kl_coef cold_start seed env_workers",
+        need("value_coef entropy_coef kl_coef cold_start seed env_workers critic_lr lora_rank "
+             "max_context",
              lambda x: 0 <= x < math.inf, "must be 0 or more, and finite")
         need("critic", ("shared", "separate").__contains__, "is neither 'shared' nor 'separate'")
         need("anchor", ("last", "first").__contains__, "is neither 'last' nor 'first'")
         need("dual_clip", lambda x: x == 0 or 1 < x < math.inf, "must be above 1, or 0 for none")
         need("num_envs", lambda x: x % self.minibatches == 0, "cannot be split into "
              f"--minibatches {self.minibatches}; use a multiple of {self.minibatches}")
+        if self.offload and not self.shard:
+            raise ValueError("--offload needs --shard")
+        if self.lora_rank and self.shard:
+            raise ValueError(f"--lora-rank {self.lora_rank} does not go with --shard: adapters "
+                             "leave little to cut; leave out one of them")
+        if self.random_init and self.model == "tiny":
+            raise ValueError("--random-init needs --model: tiny has random weights in any case")
         try:
             self.make_env("train")  # refuses unknown names and options before anything is spent
         except ImportError as error:  # the package of a simulator
@@ -234,7 +280,7 @@ ACT, DEMO, EVAL = 0, 1, 2  # what a stream of random numbers or levels is for
 
 
 # -------------------------------------------------------------------------------------- collect
-STATS = ["return", "success", "turns", "valid", "tokens", "cut", "context", "fault"]
+STATS = ["return", "success", "turns", "valid", "tokens", "cut", "context", "fault", "full"]
 
 
 @torch.no_grad()
@@ -242,10 +288,11 @@ def collect(policy, envs, rows, args, first_seed, uniforms, temperature):
     """Play one episode in each env: row i of the global batch on level `first_seed` + i.
 
     rows: the global indices of `envs`; uniforms [global rows, turns, tokens]: the sampling noise.
-    Returns (batch, stats): `models.collate`'s tensors [B, T] and float64 [B, 8], a row an episode
+    Returns (batch, stats): `models.collate`'s tensors [B, T] and float64 [B, 9], a row an episode
     (STATS). An env that raises, or pays what is not a number, ends its episode, which is counted
-    and left out of the update.
+    and left out of the update. A conversation that may not hold another frame and reply ends, too.
     """
+    most = args.max_context or policy.lm.config.get_text_config().max_position_embeddings
     uniforms = uniforms[rows]
     dialogue = Dialogue(policy, len(envs), envs[0].system_prompt)
     stats = torch.zeros(len(envs), len(STATS), dtype=torch.float64)
@@ -278,6 +325,10 @@ def collect(policy, envs, rows, args, first_seed, uniforms, temperature):
             observations[i], reward, ended, truncated, info = step
             script.rewards[-1] = reward * args.reward_scale
             stats[i, :4] += torch.tensor([reward, info["success"], 1, info["valid"]])
+            longest = max(map(len, script.ids)) + args.max_tokens + 1  # the first has the rules
+            if not (ended or truncated) and script.length + longest > most:
+                truncated = True  # whole turns, never a part of an image
+                stats[i, STATS.index("full")] = 1
             if not (ended or truncated):
                 going.append(i)
             elif truncated and not ended and args.bootstrap_truncated:
@@ -285,6 +336,9 @@ def collect(policy, envs, rows, args, first_seed, uniforms, temperature):
                 image = policy.process_images([observations[i]["image"]])[0]
                 policy.show(script, "", observations[i]["text"], *image)
         live, turn = going, turn + 1
+    for script in dialogue.transcripts:
+        if not script.length:
+            blank(policy, script)
     batch = collate(dialogue.transcripts)
     dropped = stats[:, STATS.index("fault")] > 0
     for name in ("mask", "turn_end", "rewards"):
@@ -325,7 +379,7 @@ def evaluate(policy, args, envs, rank, world, episodes, temperature) -> dict:
     played = max(total["episodes"] - total["fault"], 1)
     return {"success": total["success"] / played, "return": total["return"] / played,
             "turns": total["turns"] / played, "valid": total["valid"] / max(total["turns"], 1),
-            "env_faults": total["fault"]}
+            "env_faults": total["fault"], "context_full": total["full"]}
 
 
 # ----------------------------------------------------------------------------------- cold start
@@ -357,10 +411,10 @@ def demonstrate(policy, env, seeds, args) -> list[Transcript]:
 
 def cold_start(policy, args, rank, world, log) -> None:
     """Imitate noisy demonstrations: format and perception, and a critic fitted to their returns."""
-    size = max(16, world)  # demonstrations a step, over all processes
+    size = -(-16 // world) * world  # demonstrations a step, over all processes, as many on each
     peak = 3e-3 if args.model == "tiny" else args.lr  # from scratch; pretrained weights would break
     env = args.make_env("train")
-    parameters = list(policy.parameters())
+    parameters = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=peak, betas=(0.9, 0.95), weight_decay=0.0)
     bar = tqdm(range(args.cold_start), desc="cold start", disable=rank > 0, mininterval=1)
     for step in bar:
@@ -381,10 +435,11 @@ def cold_start(policy, args, rank, world, log) -> None:
             value = hygrow.masked_mean(error**2, part["mask"].to(policy.device), tokens)
             (cross_entropy + 0.5 * value).backward()
             loss += torch.stack([cross_entropy, value]).detach()
-        reduce_gradients(parameters)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-        if not torch.isfinite(norm):
-            raise RuntimeError(f"cold start step {step}: the gradient is {float(norm)}, not finite")
+        if not args.shard:  # FSDP's backward pass has summed them
+            reduce_gradients(parameters)
+        norm = clip_gradients(parameters, args.max_grad_norm)
+        if not math.isfinite(norm):
+            raise RuntimeError(f"cold start step {step}: the gradient is {norm}, not finite")
         for group in optimizer.param_groups:
             group["lr"] = peak * min((step + 1) / 30, 1 - step / args.cold_start)
         optimizer.step()
@@ -393,7 +448,7 @@ def cold_start(policy, args, rank, world, log) -> None:
         bar.set_postfix(cross_entropy=f"{loss[0]:.3f}", refresh=False)
         if rank == 0 and (step % 20 == 0 or step + 1 == args.cold_start):
             log({"cold_start/step": step, "cold_start/cross_entropy": loss[0],
-                 "cold_start/value_loss": loss[1], "cold_start/grad_norm": float(norm)},
+                 "cold_start/value_loss": loss[1], "cold_start/grad_norm": norm},
                 step - args.cold_start)  # on TensorBoard's axis before iteration 0
 
 
@@ -404,15 +459,19 @@ def score(policy, reference, batch, args) -> None:
 
     Log-probs and the values of a shared critic were read while sampling (a test pins that the
     training forward gives the same within 1e-4); the values of a separate critic, the KL penalty
-    and the value after a truncated episode are read here.
+    and the value after a truncated episode are read here. In bfloat16 one token at a time does not
+    round as a whole row does: all is read again, so that the first probability ratio is 1.
     """
     batch["bootstrap"] = torch.zeros(len(batch["mask"]))
     batch["kl"] = torch.zeros_like(batch["mask"])
     for rows in torch.arange(len(batch["mask"])).split(args.micro_batch):
         part = take(batch, rows.tolist())
         steps = part["mask"].shape[1]
-        if policy.critic is not None:
-            batch["values"][rows, :steps] = policy(part, args.temperature)["values"].cpu()
+        if policy.critic is not None or args.bf16:
+            out = policy(part, args.temperature)
+            batch["values"][rows, :steps] = out["values"].cpu()
+            if args.bf16:
+                part["logprobs"] = batch["logprobs"][rows, :steps] = out["logprobs"].cpu()
         if reference is not None:
             logprobs = reference(part, args.temperature)["logprobs"].cpu()
             kl = hygrow.kl_terms(part["logprobs"], logprobs, part["mask"])[0]  # k1
@@ -425,16 +484,22 @@ def score(policy, reference, batch, args) -> None:
 
 # ------------------------------------------------------------------------------- run directory
 def save_checkpoint(run: Path, iteration: int, policy, optimizer, seconds: float) -> None:
-    """All that a resumed run needs, written aside, then renamed: a kill leaves the last one."""
+    """All that a resumed run needs, written aside, then renamed: a kill leaves the last one.
+
+    Every process calls it, rank 0 writes."""
     final, aside = run / f"step_{iteration:06d}", run / f"step_{iteration:06d}.tmp"
-    shutil.rmtree(aside, ignore_errors=True)
-    save_policy(policy, aside)
-    names = {p: name for name, p in policy.named_parameters()}
-    moments = {
-        f"{names[p]}.{key}": value.contiguous()
-        for p, state in optimizer.state.items()
-        for key, value in state.items()
-    }
+    write = not dist.is_initialized() or dist.get_rank() == 0
+    if write:
+        shutil.rmtree(aside, ignore_errors=True)
+    save_policy(policy, aside, write)
+    names, moments = {p: name for name, p in policy.named_parameters()}, {}
+    for p, state in optimizer.state.items():
+        for key, value in state.items():
+            value = whole(value)  # with --shard every process has its piece
+            if write:
+                moments[f"{names[p]}.{key}"] = value.contiguous().cpu()
+    if not write:
+        return
     save_file(moments, aside / "optimizer.safetensors")
     state = {"iteration": iteration, "seconds": seconds}
     (aside / "state.json").write_text(json.dumps(state, indent=1))
@@ -466,7 +531,7 @@ def load_checkpoint(optimizer, policy, folder: Path) -> dict:
     for key, value in moments.items():
         name, _, moment = key.rpartition(".")
         p = names[name]
-        optimizer.state[p][moment] = value if moment == "step" else value.to(p.device)
+        optimizer.state[p][moment] = value if moment == "step" else like(p, value)
     return state
 
 
@@ -511,7 +576,9 @@ def setup(args):
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    if world > 1 and not dist.is_initialized():  # statistics are reduced on the CPU
+    if args.shard and "MASTER_ADDR" not in os.environ:
+        raise ValueError("--shard needs torchrun: torchrun --nproc-per-node N train_hygae.py ...")
+    if (world > 1 or args.shard) and not dist.is_initialized():  # statistics are reduced on the CPU
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         dist.init_process_group(backend, timeout=timedelta(minutes=30))
     default = f"runs/{args.env}__alpha{args.alpha}__seed{args.seed}__{int(time.time())}"
@@ -550,13 +617,32 @@ def build_policy(args, rank, device, run: Path, checkpoint):
             make_tiny(source, texts, args.seed)
         if dist.is_initialized():
             dist.barrier()
+    if checkpoint and args.lora_rank:  # its merged weights are rounded: adapters go on their base
+        source = str(run / "tiny") if args.model == "tiny" else args.model
+    home = "cpu" if args.shard else device  # shards are cut on the CPU: a whole may not fit a GPU
     try:
-        return load_policy(source, critic=args.critic, seed=args.seed, device=device)
-    except ValueError as error:
+        policy = load_policy(source, critic=args.critic, seed=args.seed, device=home,
+                             random_init=args.random_init and not checkpoint)
+        lighten(policy, freeze_vision=args.freeze_vision, lora_rank=args.lora_rank,
+                grad_checkpointing=args.grad_checkpointing, seed=args.seed)
+        if checkpoint and args.lora_rank:
+            saved = checkpoint / "adapter.safetensors"
+            load_adapter(policy, load_file(saved), saved)
+    except (ValueError, OSError, SafetensorError) as error:
         if not checkpoint:
             raise
         raise ValueError(f"{checkpoint} is damaged ({error}); delete it, and --resume goes on "
                          "from the one before") from error
+    place(policy, args, device)
+    return policy
+
+
+def place(policy, args, device) -> None:
+    """Cut it over the processes, or leave it whole on its device."""
+    policy.device = device
+    if args.shard:
+        shard(policy, bf16=args.bf16, offload=args.offload)
+    policy.bf16 = args.bf16 and not args.shard
 
 
 def save_reference(policy, rank, run: Path) -> None:
@@ -566,20 +652,26 @@ def save_reference(policy, rank, run: Path) -> None:
     """
     if rank == 0:
         shutil.rmtree(run / "reference.tmp", ignore_errors=True)
-        save_policy(policy, run / "reference.tmp")
+    save_policy(policy, run / "reference.tmp", write=rank == 0)
+    if rank == 0:
         shutil.rmtree(run / "reference", ignore_errors=True)
         os.replace(run / "reference.tmp", run / "reference")
     if dist.is_initialized():
         dist.barrier()
 
 
-def load_reference(args, device, run: Path):
+def load_reference(policy, args, device, run: Path):
     folder = run / "reference"
     if not folder.exists():
         raise ValueError(f"--kl-coef needs {folder}, which only a run begun with it has; "
                          "go on with --kl-coef 0")
-    reference = load_policy(str(folder), critic=args.critic, device=device).requires_grad_(False)
+    if args.lora_rank:
+        return AdapterReference(policy, load_file(folder / "adapter.safetensors"))
+    home = "cpu" if args.shard else device
+    reference = load_policy(str(folder), critic=args.critic, device=home).requires_grad_(False)
     reference.critic = None  # only its log-probs are asked for
+    reference.encode_once = policy.encode_once  # it gets the same features
+    place(reference, args, device)
     return reference
 
 
@@ -590,10 +682,12 @@ def main(args: Args) -> dict:
         rank, world, device, run, checkpoint = setup(args)
         policy = build_policy(args, rank, device, run, checkpoint)
         run.mkdir(parents=True, exist_ok=True)  # only now: a wrong --model leaves no folder behind
-        parameters = list(policy.parameters())
-        optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
+        parameters = [p for p in policy.parameters() if p.requires_grad]
+        optimizer = make_optimizer(policy, args)
         state = load_checkpoint(optimizer, policy, checkpoint) if checkpoint else None
-        reference = load_reference(args, device, run) if checkpoint and args.kl_coef else None
+        reference = None
+        if checkpoint and args.kl_coef:
+            reference = load_reference(policy, args, device, run)
     except (ValueError, OSError) as error:
         raise SystemExit(f"train_hygae.py: {error}") from error
     say = tqdm.write if rank == 0 else lambda *_: None
@@ -604,14 +698,17 @@ def main(args: Args) -> dict:
     rows = list(range(rank, args.num_envs, world))  # this process's rows of the global batch
     envs = args.make_envs("train", len(rows))
     eval_envs = args.make_envs("eval", -(-args.eval_episodes // world))
-    size = sum(p.numel() for p in parameters)
-    say(f"{args.env}, {args.model} model, {size:,} parameters, {world} process(es), folder {run}")
+    size, trained = sum(p.numel() for p in policy.parameters()), sum(p.numel() for p in parameters)
+    some = f" ({trained:,} trained)" if trained < size else ""
+    say(f"{args.env}, {args.model} model, {size:,} parameters{some}, {world} process(es), "
+        f"folder {run}")
     began, first, evaluation = time.time(), 1, {}
 
     def measure(label: str, iteration: int, episodes: int) -> dict:
         """Held-out success, sampled at --temperature and greedy; printed and logged."""
-        sampled = evaluate(policy, args, eval_envs, rank, world, episodes, args.temperature)
-        greedy = evaluate(policy, args, eval_envs, rank, world, episodes, 0)
+        with gathered(policy):
+            sampled = evaluate(policy, args, eval_envs, rank, world, episodes, args.temperature)
+            greedy = evaluate(policy, args, eval_envs, rank, world, episodes, 0)
         seconds = time.time() - began
         say(f"[{seconds:4.0f} s] {label}: held-out success {sampled['success']:.1%} sampled, "
             f"{greedy['success']:.1%} greedy; {sampled['valid']:.1%} of replies valid")
@@ -634,10 +731,10 @@ def main(args: Args) -> dict:
         evaluation = measure("cold start" if args.cold_start else "start", 0, args.eval_episodes)
         if args.kl_coef:
             save_reference(policy, rank, run)
-            reference = load_reference(args, device, run)
-        if rank == 0:
-            save_checkpoint(run, 0, policy, optimizer, time.time() - began)
+            reference = load_reference(policy, args, device, run)
+        save_checkpoint(run, 0, policy, optimizer, time.time() - began)
 
+    micro_batch = args.micro_batch  # smaller on this process once it ran out of memory
     bar = tqdm(range(first, args.iterations + 1), initial=first - 1, total=args.iterations,
                desc="train", disable=rank > 0, mininterval=0.5)
     for iteration in bar:
@@ -645,10 +742,11 @@ def main(args: Args) -> dict:
         began_collect = time.time()
         uniforms = noise(args, args.num_envs, ACT, args.seed, iteration)
         first_seed = seeded(ACT, args.seed) % 10**9 + iteration * args.num_envs
-        batch, stats = collect(policy, envs, rows, args, first_seed, uniforms, args.temperature)
+        with gathered(policy):  # --shard: no communication until the update
+            batch, stats = collect(policy, envs, rows, args, first_seed, uniforms, args.temperature)
 
-        # 2. Score: what sampling did not leave behind; nothing with a shared critic and no KL
-        score(policy, reference, batch, args)
+            # 2. Score: what sampling did not leave behind; nothing with a shared critic and no KL
+            score(policy, reference, batch, args)
         mask, values = batch["mask"], batch["values"]
 
         # 3. Advantages: A = alpha A_turn + (1 - alpha) A_token, and the same mix for the returns G
@@ -661,40 +759,21 @@ def main(args: Args) -> dict:
         batch["returns"] = returns
 
         # 4. Update: epochs x minibatches; micro-batches and ranks only change memory and time
-        began_update, skipped, norms = time.time(), 0, []
-        losses = torch.zeros(6, dtype=torch.float64)  # policy, value, entropy, kl, clipfrac, total
+        began_update, skipped, norms, oom = time.time(), 0, [], 0
+        losses = torch.zeros(6, dtype=torch.float64)  # summed in the order of LOSSES
         annealed = 1 - 0.9 * (iteration - 1) / args.iterations  # towards a tenth
         for group in optimizer.param_groups:
-            group["lr"] = args.lr * annealed
+            group["lr"] = group["initial_lr"] * annealed
         for _ in range(args.epochs):
             for mb_inds in torch.arange(len(rows)).chunk(args.minibatches):
                 mb = mb_inds[batch["length"][mb_inds].argsort()].tolist()  # less padding
                 tokens = all_reduce_sum(mask[mb].sum().to(device)).clamp(min=1)  # [] over all ranks
-                for low in range(0, len(mb), args.micro_batch):
-                    part = take(batch, mb[low : low + args.micro_batch])
-                    old = {k: v.to(device) for k, v in part.items() if torch.is_tensor(v)}
-                    new = policy(part, args.temperature)
-                    policy_loss = hygrow.policy_loss(
-                        new["logprobs"], old["logprobs"], old["advantages"], old["mask"],
-                        clip=args.clip, dual_clip=args.dual_clip or None, denominator=tokens,
-                    )
-                    value_loss = hygrow.value_loss(
-                        new["values"], old["values"], old["returns"], old["mask"],
-                        clip=args.value_clip, denominator=tokens,
-                    )
-                    entropy = hygrow.masked_mean(new["entropy"], old["mask"], tokens)
-                    loss = (policy_loss + args.value_coef * value_loss
-                            - args.entropy_coef * annealed * entropy)
-                    loss.backward()
-                    moved = hygrow.policy_stats(
-                        new["logprobs"], old["logprobs"], old["mask"],
-                        clip=args.clip, denominator=tokens,
-                    )
-                    terms = [policy_loss, value_loss, entropy, moved["approx_kl"],
-                             moved["clipfrac"], loss]
-                    losses += torch.stack([term.detach().double().cpu() for term in terms])
-                reduce_gradients(parameters)
-                norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)))
+                update = partial(accumulate, policy, batch, mb, tokens, args, annealed)
+                terms, micro_batch, failed = halving(update, micro_batch, parameters, args.shard)
+                losses, oom = losses + terms, oom + failed
+                if not args.shard:  # FSDP's backward pass has summed them
+                    reduce_gradients(parameters)
+                norms.append(clip_gradients(parameters, args.max_grad_norm))
                 if math.isfinite(norms[-1]):
                     optimizer.step()
                 else:  # the same on all ranks, since the gradient is summed
@@ -711,16 +790,26 @@ def main(args: Args) -> dict:
         error = (returns - values)[on].double()
         moments = [x for y in (advantages[on].double(), returns[on].double(), error)
                    for x in (y.sum(), (y**2).sum())]
-        counts = [torch.tensor(len(rows)), on.sum(), batch["kl"].sum(), *moments]
+        flops = torch.tensor(update_flops(policy, batch) * args.epochs)
+        counts = [torch.tensor(len(rows)), on.sum(), batch["kl"].sum(), torch.tensor(oom), flops,
+                  *moments]
         sums = torch.cat([stats.sum(0), torch.stack([x.double() for x in counts]), losses])
         metrics = iteration_metrics(all_reduce_sum(sums).tolist(), args.epochs * args.minibatches)
         now = time.time()
+        update_s, peak = now - began_update, peak_flops(device)
+        metrics["time/update_tflops"] /= update_s
+        if peak:
+            metrics["time/update_mfu"] = metrics["time/update_tflops"] * 1e12 / peak / world
         metrics |= {
             "iteration": iteration, "optim/skipped": skipped,
             "optim/grad_norm": sum(filter(math.isfinite, norms)) / (len(norms) - skipped),
             "optim/lr": optimizer.param_groups[0]["lr"], "time/seconds": now - began,
-            "time/collect_s": began_update - began_collect, "time/update_s": now - began_update,
+            "time/collect_s": began_update - began_collect, "time/update_s": update_s,
             "time/tokens_per_s": metrics["rollout/all_tokens"] / (now - began_collect),
+            "time/collect_tokens_per_s": (metrics["rollout/all_tokens"]
+                                          / (began_update - began_collect)),
+            "time/update_tokens_per_s": args.epochs * metrics["rollout/all_tokens"] / update_s,
+            "memory/peak_mb": peak_memory(device),
         }
         bar.set_postfix(success=f"{metrics['rollout/success']:.2f}",
                         ret=f"{metrics['rollout/return']:.2f}",
@@ -733,7 +822,7 @@ def main(args: Args) -> dict:
                                  args.eval_episodes * (2 if last else 1))
 
         # 6. Save
-        if rank == 0 and (iteration % args.save_every == 0 or iteration == args.iterations):
+        if iteration % args.save_every == 0 or iteration == args.iterations:
             save_checkpoint(run, iteration, policy, optimizer, time.time() - began)
     if rank == 0:
         log.board.close()
@@ -743,27 +832,74 @@ def main(args: Args) -> dict:
     return evaluation
 
 
+def make_optimizer(policy, args):
+    """AdamW over what is trained: actor and critic in a group each, with their learning rates."""
+    groups = [{"params": [], "initial_lr": args.lr, "lr": args.lr},
+              {"params": [], "initial_lr": args.critic_lr or args.lr, "lr": args.lr}]
+    for name, p in policy.named_parameters():
+        if p.requires_grad:
+            groups[not name.startswith("lm.")]["params"].append(p)
+    return torch.optim.AdamW([g for g in groups if g["params"]], betas=(0.9, 0.95),
+                             weight_decay=0.0)
+
+
+LOSSES = ("loss/policy", "loss/value", "policy/entropy", "policy/approx_kl", "policy/clipfrac",
+          "loss/total")
+
+
+def accumulate(policy, batch, mb, tokens, args, annealed, size) -> torch.Tensor:
+    """Add the gradient of one minibatch, `size` episodes a pass -> the terms of LOSSES [6].
+
+    mb: row indices; tokens []: generated tokens of the minibatch over all ranks, which every term
+    is divided by, so that neither `size` nor the number of ranks changes the sum.
+    """
+    losses = torch.zeros(6, dtype=torch.float64)
+    for low in range(0, len(mb), size):
+        part = take(batch, mb[low : low + size])
+        old = {k: v.to(policy.device) for k, v in part.items() if torch.is_tensor(v)}
+        new = policy(part, args.temperature)
+        policy_loss = hygrow.policy_loss(
+            new["logprobs"], old["logprobs"], old["advantages"], old["mask"],
+            clip=args.clip, dual_clip=args.dual_clip or None, denominator=tokens,
+        )
+        value_loss = hygrow.value_loss(
+            new["values"], old["values"], old["returns"], old["mask"],
+            clip=args.value_clip, denominator=tokens,
+        )
+        entropy = hygrow.masked_mean(new["entropy"], old["mask"], tokens)
+        loss = (policy_loss + args.value_coef * value_loss
+                - args.entropy_coef * annealed * entropy)
+        loss.backward()
+        moved = hygrow.policy_stats(
+            new["logprobs"], old["logprobs"], old["mask"], clip=args.clip, denominator=tokens,
+        )
+        terms = [policy_loss, value_loss, entropy, moved["approx_kl"], moved["clipfrac"], loss]
+        losses += torch.stack([term.detach().double().cpu() for term in terms])
+    return losses
+
+
 def iteration_metrics(sums: list, updates: int) -> dict:
     """Means from the sums over all ranks; the README's table says each one's unit and reduction."""
     stats = dict(zip(STATS, sums))
-    episodes, tokens, kl, a, a2, g, g2, e, e2, *losses = sums[len(STATS):]
+    episodes, tokens, kl, oom, flops, a, a2, g, g2, e, e2, *losses = sums[len(STATS):]
     played = max(episodes - stats["fault"], 1)
     turns, tokens = max(stats["turns"], 1), max(tokens, 1)
     spread = max(g2 / tokens - (g / tokens) ** 2, 1e-12)
-    names = ("loss/policy", "loss/value", "policy/entropy", "policy/approx_kl", "policy/clipfrac",
-             "loss/total")
     return {
         **{f"rollout/{k}": stats[k] / played for k in ("return", "success", "turns", "tokens")},
         "rollout/valid": stats["valid"] / turns,
         "rollout/cut": stats["cut"] / turns,
         "rollout/env_faults": stats["fault"],
+        "rollout/context_full": stats["full"],
+        "optim/oom_retries": oom,
+        "time/update_tflops": flops / 1e12,
         "rollout/all_tokens": stats["context"],
         "advantage/mean": a / tokens,
         "advantage/std": math.sqrt(max(a2 / tokens - (a / tokens) ** 2, 0)),
         "policy/reference_kl": kl / tokens,
         "value/return_mean": g / tokens,
         "value/explained_variance": 1 - (e2 / tokens - (e / tokens) ** 2) / spread,
-        **{name: value / updates for name, value in zip(names, losses)},
+        **{name: value / updates for name, value in zip(LOSSES, losses)},
     }
 
 
@@ -784,7 +920,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
         except (ValueError, KeyError, TypeError) as error:
             sys.exit(f"train_hygae.py: {saved} does not fit this version or script ({error!r})")
     args = tyro.cli(Args, args=argv, default=default, description=__doc__)
-    for name in ("env", "env_options", "model") if resume else ():
+    for name in ("env", "env_options", "model", "lora_rank", "freeze_vision") if resume else ():
         if getattr(args, name) != getattr(default, name):
             sys.exit(f"train_hygae.py: --resume cannot change {flag(name)} from "
                      f"{getattr(default, name)!r}; begin a new run (from its checkpoint, --model "
@@ -795,4 +931,6 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    args = parse_args()
+    with explained("train_hygae.py", args.resume or args.run_dir):
+        main(args)
