@@ -1,14 +1,22 @@
-"""Measurements, not tests: speed of estimator and rollout, cost of an update, the worlds.
+"""Measurements, not tests: speed of estimator, rollout and update, memory, the worlds.
 
     python bench.py speed                # a freshly made tiny model
     python bench.py speed --model runs/NAME/step_000100
     python bench.py memory               # GROW's update against the episode's length
     python plot.py memory --data runs/bench_memory.json --out docs/grow_memory.png
+    python bench.py size                 # estimated memory of the large models
+    python bench.py size --shape Qwen2-VL-2B --out runs/2b    # a folder for --random-init
     python bench.py worlds               # what expert and random replies reach in every world
 
 speed: tokens/s of `models.Dialogue` against calling `model.generate` afresh for the whole
 conversation at every turn, as turn-based agents usually do: the same model, batch, levels and reply
-limit, in turn in one process. Quote the ratio, not the seconds: machines are noisy.
+limit, in turn in one process. Then the update (forward, loss, backward) on what was played, in
+minibatches and micro-batches of the training defaults: rows bucketed by length, as train_hygae.py
+has them, against rows as they come, padded to the longest of all, with and without logits for the
+tokens that were not generated, and against packing: a micro-batch as one row, with a
+block-diagonal mask. Quote the ratio, not the seconds: machines are noisy.
+
+size: exact parameter counts, and what one GPU holds at most, by the arithmetic in `account`.
 
 memory: peak memory and seconds of one update (forward, loss, backward, optimiser step) on one
 episode of each length, as GROW's state-action samples and as one whole conversation.
@@ -18,6 +26,7 @@ second with frames and resets, in one process; worlds whose package is missing a
 """
 
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -25,25 +34,33 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import tyro
+from einops import rearrange
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    Qwen2VLImageProcessorPil,
+)
 
 import envs
 import hygrow
 import train_grow
 from large import peak_memory
-from models import Dialogue, Policy, Transcript, collate
+from models import SPECIAL, Dialogue, Policy, Transcript, collate, take, tiny_tokenizer
 from train_grow import Sample, advantages_of, transcribe
-from train_hygae import Args, build_policy
+from train_hygae import Args, accumulate, build_policy, vocabulary
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens a second of the rollout, and seconds of hybrid_gae."""
+    """Tokens a second of rollout and update, and seconds of hybrid_gae."""
 
     model: str = "tiny"
     """As in train_hygae.py."""
@@ -65,6 +82,40 @@ class Worlds:
 
     seeds: int = 50
     """Held-out levels of each."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Parameters and estimated memory of the large models; a folder to try one without weights."""
+
+    gpus: tuple[int, ...] = (1, 8)
+    """Numbers of GPUs to estimate for."""
+    num_envs: int = 128
+    """Conversations in the batch, over all GPUs."""
+    tokens: int = 2400
+    """Longest conversation, prompts and pictures included (the papers' cap in Sokoban)."""
+    generated: int = 600
+    """Generated tokens of it."""
+    micro_batch: int = 2
+    """Conversations a forward pass of the update."""
+    shape: str = ""
+    """Write the folder of this one (a name of bench.SHAPES) to --out."""
+    out: str = ""
+    """Folder: config, image processor, and a small tokenizer in place of the real one."""
+    env: str = "Sokoban"
+    """World whose words the small tokenizer gets."""
+
+    def __post_init__(self):
+        for name, low in (("gpus", min(self.gpus, default=0)), ("num_envs", self.num_envs),
+                          ("tokens", self.tokens), ("generated", self.generated),
+                          ("micro_batch", self.micro_batch)):
+            if low < 1:
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"{flag} {getattr(self, name)} must be at least 1")
+        if bool(self.shape) != bool(self.out):
+            raise ValueError("--shape and --out go together")
+        if self.shape and self.shape not in SHAPES:
+            raise ValueError(f"--shape {self.shape} is not known; known: {', '.join(SHAPES)}")
 
 
 @dataclass(frozen=True)
@@ -111,8 +162,8 @@ def generate_afresh(policy: Policy, scripts: list[Transcript], limit: int) -> li
 
 
 @torch.no_grad()
-def play(policy: Policy, envs: list, limit: int, ours: bool) -> tuple[int, float, int]:
-    """One episode in each env -> generated tokens, seconds in the model, turns."""
+def play(policy: Policy, envs: list, limit: int, ours: bool) -> tuple[int, float, int, list]:
+    """One episode in each env -> generated tokens, seconds in the model, turns, transcripts."""
     seen = [env.reset(seed=i)[0] for i, env in enumerate(envs)]
     system, live, seconds, turn = envs[0].system_prompt, list(range(len(envs))), 0.0, 0
     dialogue = Dialogue(policy, len(envs), system)
@@ -146,7 +197,75 @@ def play(policy: Policy, envs: list, limit: int, ours: bool) -> tuple[int, float
             if not (ended or truncated):
                 going.append(i)
         live, turn = going, turn + 1
-    return int(sum(float(m.sum()) for script in scripts for m in script.mask)), seconds, turn
+    tokens = int(sum(float(m.sum()) for script in scripts for m in script.mask))
+    return tokens, seconds, turn, scripts
+
+
+UPDATES = ("bucketed by length", "padded", "padded, logits everywhere", "packed")
+
+
+def pack(batch: dict) -> dict:
+    """The rows of a batch behind one another in one row [1, N] without padding. `blocks` gives the
+    mask that keeps attention within each of them."""
+    real = torch.arange(batch["ids"].shape[1]) < batch["length"][:, None]  # [B, T]
+    out = {name: x[real][None] for name, x in batch.items()
+           if torch.is_tensor(x) and x.shape == real.shape}
+    out["positions"] = batch["positions"][:, real][:, None]  # [3, 1, N]
+    out |= {name: [torch.cat(batch[name])] for name in ("pixels", "grids")}
+    return out | {"length": batch["length"].sum()[None]}
+
+
+def blocks(length: torch.Tensor) -> torch.Tensor:
+    """Lengths [B] of packed rows -> bool [1, 1, N, N]: each token sees its own row up to itself."""
+    row = torch.repeat_interleave(torch.arange(len(length)), length)
+    return ((row[:, None] == row) & torch.ones(len(row), len(row)).tril().bool())[None, None]
+
+
+def update_once(policy: Policy, batch: dict, layout: str, args) -> None:
+    """Forward, loss and backward over all minibatches, as phase 4 of train_hygae.py."""
+    if layout.startswith("padded"):
+        batch = batch | {"length": torch.full_like(batch["length"], batch["ids"].shape[1])}
+    for mb_inds in torch.arange(len(batch["length"])).chunk(args.minibatches):
+        mb = mb_inds[batch["length"][mb_inds].argsort(stable=True)]
+        tokens = batch["mask"][mb].sum()
+        if layout != "packed":
+            accumulate(policy, batch, mb.tolist(), tokens, args, 1.0, args.micro_batch)
+            continue
+        for rows in mb.split(args.micro_batch):
+            part = take(batch, rows.tolist())
+            policy.hidden = partial(Policy.hidden, policy, mask=blocks(part["length"]))
+            accumulate(policy, pack(part), [0], tokens, args, 1.0, 1)
+            del policy.hidden
+
+
+def everywhere(policy: Policy, batch: dict, temperature: float) -> dict:
+    """`Policy.forward` with logits for every token, thrown away again where none was generated."""
+    mask = batch["mask"] > 0
+    on = torch.ones_like(batch["mask"])
+    on[:, 0] = 0  # nothing lies before it
+    out = Policy.forward(policy, batch | {"mask": on}, temperature)
+    return {name: x.masked_fill(~mask, 0) for name, x in out.items()}
+
+
+def measure_update(policy: Policy, scripts: list[Transcript], repeats: int, args) -> dict:
+    """Tokens/s of forward, loss and backward in each of UPDATES, the best of `repeats`."""
+    batch = collate(scripts)
+    noise = torch.Generator().manual_seed(0)
+    for name in ("advantages", "returns"):
+        batch[name] = torch.randn(batch["mask"].shape, generator=noise)
+    tokens, rate = int(batch["length"].sum()), {}
+    for layout in UPDATES:
+        if layout.endswith("everywhere"):
+            policy.forward = partial(everywhere, policy)
+        seconds = []
+        for _ in range(repeats):
+            policy.zero_grad(set_to_none=True)
+            start = time.perf_counter()
+            update_once(policy, batch, layout, args)
+            seconds.append(time.perf_counter() - start)
+        policy.__dict__.pop("forward", None)
+        rate[layout] = tokens / min(seconds)
+    return rate
 
 
 def speed(bench: Speed) -> None:
@@ -174,11 +293,19 @@ def speed(bench: Speed) -> None:
         for part, attention in zip(parts, own):  # generate: the model as from_pretrained gives it
             part._attn_implementation = attention if ours else "sdpa"
         runs = [play(policy, envs, bench.max_tokens, ours) for _ in range(bench.repeats)]
-        tokens, seconds, turns = min(runs, key=lambda run: run[1] / run[0])
+        tokens, seconds, turns, scripts = min(runs, key=lambda run: run[1] / run[0])
         rate[name] = tokens / seconds
         print(f"rollout, {name}: {rate[name]:,.0f} tokens/s "
               f"({tokens} tokens, {turns} turns, {bench.num_envs} conversations)")
     print(f"rollout, ratio: {rate['models.Dialogue'] / rate['generate afresh every turn']:.1f}x")
+    played = [script for script in scripts if script.turn_ends]
+    lengths = [script.length for script in played]
+    rate = measure_update(policy, played, bench.repeats, args)
+    for layout in UPDATES:
+        print(f"update, {layout}: {rate[layout]:,.0f} tokens/s "
+              f"({min(lengths)} to {max(lengths)} tokens a conversation)")
+    for layout in UPDATES[1:]:
+        print(f"update, ratio to {layout}: {rate[UPDATES[0]] / rate[layout]:.2f}x")
 
 
 # --------------------------------------------------------------------------------------- memory
@@ -325,6 +452,110 @@ def memory(options: Memory) -> list[dict]:
     return rows
 
 
+# ----------------------------------------------------------------------------------------- size
+VISION_2 = dict(depth=32, embed_dim=1280, mlp_ratio=4, num_heads=16)
+SHAPES = {  # from the config.json of each; parameter counts are pinned by a test
+    "Qwen2-VL-2B": ("qwen2_vl", True, dict(
+        hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
+        num_key_value_heads=2, vocab_size=151936), VISION_2 | dict(hidden_size=1536)),
+    "Qwen2.5-VL-3B": ("qwen2_5_vl", True, dict(
+        hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16,
+        num_key_value_heads=2, vocab_size=151936), dict(
+        depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, out_hidden_size=2048,
+        window_size=112, fullatt_block_indexes=[7, 15, 23, 31])),
+    "Qwen2-VL-7B": ("qwen2_vl", False, dict(
+        hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+        num_key_value_heads=4, vocab_size=152064), VISION_2 | dict(hidden_size=3584)),
+}
+
+
+def shape_config(name: str, **ids) -> PreTrainedConfig:
+    """The config of a large model; ids: its special tokens, where they are not Qwen's own."""
+    kind, tied, text, vision = SHAPES[name]
+    rope = dict(rope_type="default", mrope_section=[16, 24, 24], rope_theta=1e6)
+    text = text | dict(rope_parameters=rope, max_position_embeddings=32768,
+                       tie_word_embeddings=tied)
+    return AutoConfig.for_model(kind, text_config=text, vision_config=vision,
+                                tie_word_embeddings=tied, **ids)
+
+
+def write_shape(options: Size) -> None:
+    """A folder that `--random-init` takes, all but the weights."""
+    tokenizer = tiny_tokenizer(vocabulary(Args(env=options.env).make_env("train")))
+    number = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL}
+    config = shape_config(
+        options.shape, image_token_id=number["<|image_pad|>"],
+        video_token_id=number["<|video_pad|>"], vision_start_token_id=number["<|vision_start|>"],
+        vision_end_token_id=number["<|vision_end|>"])
+    size = dict(shortest_edge=56**2, longest_edge=28**2 * 1280)
+    processor = Qwen2VLImageProcessorPil(size=size, patch_size=14, merge_size=2,
+                                         temporal_patch_size=2)
+    for part in (config, tokenizer, processor):
+        part.save_pretrained(options.out)
+    print(f"{options.out}: --model {options.out} --random-init --cold-start 0")
+
+
+GB = 1e9
+
+
+def account(config, count: int, gpus: int, how: str, options: Size) -> dict:
+    """GB on each GPU, estimated, the largest parts alone. count: parameters. how: "whole",
+    "shards", "lora".
+
+    weights: float32. training: gradient and two moments, float32, of what is trained.
+    copies: of all weights in bfloat16: with shards while the policy plays, without during every
+    forward pass (autocast keeps them, but not of frozen weights).
+    cache: keys and values of the conversations of this GPU, in the dtype of the layers, bfloat16.
+    update: hidden states that --grad-checkpointing keeps, one a layer, bfloat16; and of one
+    micro-batch's generated tokens six tensors of the vocabulary's width, float32 (logits,
+    masked, log-softmax, probabilities, the entropy's product, a gradient).
+    Playing and updating take turns, so the larger counts.
+    """
+    text, pieces = config.get_text_config(), 1 if how != "shards" else gpus
+    head_dim = text.hidden_size // text.num_attention_heads
+    rows = math.ceil(options.num_envs / gpus)
+    token = 2 * 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim  # bytes
+    kept = 2 * text.num_hidden_layers * options.tokens * text.hidden_size
+    logits = 6 * 4 * options.generated * text.vocab_size
+    parts = {
+        "weights": 4 * count / pieces,
+        "training": 0 if how == "lora" else 12 * count / pieces,
+        "copies": 0 if how == "lora" else 2 * count,
+        "cache": rows * options.tokens * token,
+        "update": options.micro_batch * (kept + logits),
+    }
+    play, update = parts["copies"] + parts["cache"], parts["update"]
+    if how == "whole":
+        update += parts["copies"]
+    parts["peak"] = parts["weights"] + parts["training"] + max(play, update)
+    return {name: number / GB for name, number in parts.items()}
+
+
+def size(options: Size) -> dict:
+    """Print the table; returns the parameter counts."""
+    if options.shape:
+        write_shape(options)
+        return {}
+    print(f"{options.num_envs} conversations of {options.tokens} tokens, {options.generated} of "
+          f"them generated, --micro-batch {options.micro_batch} --bf16 --grad-checkpointing\n")
+    print("| model | parameters | flags | GPUs | weights | training | copies | cache | update | "
+          "peak, GB a GPU |")
+    print("|---" * 10 + "|")
+    counted = {}
+    for name in SHAPES:
+        config = shape_config(name)
+        with torch.device("meta"):
+            model = AutoModelForImageTextToText.from_config(config)
+        counted[name] = sum(p.numel() for p in model.parameters())
+        for gpus in options.gpus:
+            for how, flags in {"whole": "", "shards": "--shard", "lora": "--lora-rank 16"}.items():
+                gb = account(config, counted[name], gpus, how, options)
+                cells = " | ".join(f"{gb[part]:.1f}" for part in
+                                   ("weights", "training", "copies", "cache", "update", "peak"))
+                print(f"| {name} | {counted[name]:,} | {flags} | {gpus} | {cells} |")
+    return counted
+
+
 WORLDS = (  # environment, its options, package, licence of the simulator, the paper's own?
     ("FrozenLake", {}, "gymnasium", "MIT", "yes"),
     ("Sokoban", {}, "", "ours", "same rules"),
@@ -366,7 +597,8 @@ if __name__ == "__main__":
     command = tyro.cli(
         Annotated[Speed, tyro.conf.subcommand("speed")]
         | Annotated[Memory, tyro.conf.subcommand("memory")]
+        | Annotated[Size, tyro.conf.subcommand("size")]
         | Annotated[Worlds, tyro.conf.subcommand("worlds")],
         description=__doc__,
     )
-    {Speed: speed, Memory: memory, Worlds: worlds}[type(command)](command)
+    {Speed: speed, Memory: memory, Size: size, Worlds: worlds}[type(command)](command)

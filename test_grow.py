@@ -1,11 +1,13 @@
 """The GROW training script: groups, samples, parity, invariance, resume, faults."""
 
+import copy
 import json
 import math
 import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -45,8 +47,11 @@ def first_gradient(run: Path) -> dict:
     return {name: x for name, x in moments.items() if name.endswith("exp_avg")}
 
 
-def assert_same_gradient(a: Path, b: Path, tolerance=1e-5):
-    a, b = first_gradient(a), first_gradient(b)
+def assert_same_gradient(a: Path, b: Path):
+    same_gradient(first_gradient(a), first_gradient(b))
+
+
+def same_gradient(a: dict, b: dict, tolerance=1e-5):
     scale = max(x.abs().max() for x in a.values())
     assert scale > 0 and len(a) > 20
     assert a.keys() == b.keys()
@@ -390,6 +395,41 @@ def test_gradient_does_not_depend_on_micro_batches(tmp_path, beginner, changes):
         train_grow.main(again(run, beginner, micro_batch=size, minibatches=1, **changes))
         assert 0 < next(m for m in metrics(run) if "rollout/success" in m)["rollout/success"] < 1
     assert_same_gradient(tmp_path / "64", tmp_path / "5")
+
+
+TERMS = {"policy": dict(entropy_coef=0.0), "value": dict(algo="ppo", entropy_coef=0.0),
+         "KL": dict(kl_coef=0.3, entropy_coef=0.0)}
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_gradient_of_each_term_does_not_depend_on_the_cut(policy, args, term):
+    """Samples a pass, samples divided over two processes: the same gradient to 1e-5."""
+    chosen = replace(args, minibatches=1, **TERMS[term])
+    env = chosen.make_env("train", chosen.tasks)
+    samples = bench.play_steps(policy, env, 7, 0.5)
+    noise = torch.Generator().manual_seed(0)
+    advantages, returns = torch.randn(2, 7, generator=noise)
+    weights = torch.rand(7, generator=noise)
+    if term != "policy":
+        advantages = torch.zeros(7)
+    reference = None
+    if term == "KL":
+        reference = copy.deepcopy(policy)
+        with torch.no_grad():
+            reference.lm.model.language_model.layers[0].mlp.up_proj.weight.mul_(1.3)
+
+    def gradient(size, pieces=1):
+        policy.zero_grad(set_to_none=True)
+        for inds in torch.arange(7).chunk(pieces):
+            train_grow.accumulate(policy, reference, env.system_prompt, samples, inds,
+                                  (advantages, weights, returns, 7), chosen, 1.0, size)
+        return {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+
+    whole = gradient(7)
+    for cut in (gradient(1), gradient(3), gradient(7, pieces=2), gradient(2, pieces=3)):
+        same_gradient(whole, cut)
+    assert ("value_head.weight" in whole) == (term == "value")
+    policy.zero_grad(set_to_none=True)
 
 
 def torchrun(processes: int, args: Args, timeout=150) -> str:

@@ -7,9 +7,12 @@ import math
 import numpy as np
 import pytest
 import torch
+import tyro
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
+import bench
+import hygrow
 import large
 import models
 import train_hygae
@@ -368,3 +371,95 @@ def test_micro_batches_of_take_are_the_rows(folders):
             torch.testing.assert_close(part, whole[rows, : part.shape[1]], atol=1e-5, rtol=0)
     tokenizer = AutoTokenizer.from_pretrained(folders["qwen2_vl"])
     assert len(tokenizer) == len(policy.tokenizer)
+
+
+TERMS = {  # flags under which one term alone moves the policy
+    "policy": dict(value_coef=0.0, entropy_coef=0.0),
+    "value": dict(value_coef=1.0, entropy_coef=0.0),
+    "KL": dict(value_coef=0.0, entropy_coef=0.0, kl_coef=0.3),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("term", TERMS)
+def test_gradient_of_each_term_does_not_depend_on_the_cut(folders, kind, term, tmp_path):
+    """Micro-batches of any size, packed rows, two processes: the same gradient to 1e-5."""
+    policy = load(folders, kind)
+    batch = collate(wander(policy, rows=7)[0].transcripts)
+    reference = load(folders, kind)
+    with torch.no_grad():  # an earlier policy: else the KL is 0
+        for name, p in reference.named_parameters():
+            p += 0.05 * p.std() if "lm_head" not in name and p.ndim > 1 else 0
+    noise = torch.Generator().manual_seed(0)
+    rewards = torch.randn(batch["mask"].shape, generator=noise) * batch["turn_end"]
+
+    def gradient(size, pieces=1, layout="bucketed by length"):
+        args = small(tmp_path, micro_batch=size, minibatches=1, **TERMS[term])
+        own = batch | {"rewards": rewards.clone(), "logprobs": batch["logprobs"].clone()}
+        train_hygae.score(policy, reference if args.kl_coef else None, own, args)
+        if term == "KL":
+            assert (own["rewards"] != rewards).any()
+            own["rewards"], own["values"] = own["rewards"] - rewards, torch.zeros_like(rewards)
+        own["advantages"], own["returns"] = hygrow.hybrid_gae(
+            own["rewards"], own["values"], own["mask"], own["turn_end"], gamma=0.9, lam=0.9,
+            alpha=0.5)
+        if term == "value":
+            own["advantages"] = torch.zeros_like(rewards)
+        policy.zero_grad(set_to_none=True)
+        if layout == "packed":
+            bench.update_once(policy, own, layout, args)
+        else:  # each process takes a part of the rows, the count of tokens is of all
+            for rows in torch.arange(7).chunk(pieces):
+                train_hygae.accumulate(policy, own, rows.tolist(), own["mask"].sum(), args, 1, size)
+        return {name: torch.zeros_like(p) if p.grad is None else p.grad
+                for name, p in policy.named_parameters()}
+
+    whole = gradient(7)
+    for cut in (gradient(1), gradient(3), gradient(7, pieces=2), gradient(2, pieces=2),
+                gradient(7, layout="packed"), gradient(3, layout="packed")):
+        assert_same_gradient(whole, cut)
+    head = whole["value_head.weight"].abs().max()
+    assert head > 0 if term == "value" else head == 0
+
+
+# ------------------------------------------------------------------------ the large ones' shape
+def test_large_shapes_have_the_published_parameter_counts(capsys):
+    """Counts that the hub shows for the three; the table's first row by hand."""
+    assert bench.size(bench.Size(gpus=(1,))) == {
+        "Qwen2-VL-2B": 2_208_985_600, "Qwen2.5-VL-3B": 3_754_622_976, "Qwen2-VL-7B": 8_291_375_616}
+    printed = capsys.readouterr().out
+    # weights 4 bytes, training 12, copies 2; 128 x 2400 tokens x 28 layers x 2 heads x 128 x 4
+    # bytes of cache; 2 x (28 x 2400 x 1536 x 2 + 600 x 151936 x 24) bytes of an update
+    assert "| Qwen2-VL-2B | 2,208,985,600 |  | 1 | 8.8 | 26.5 | 4.4 | 8.8 | 4.8 | 48.6 |" in printed
+    lora = "| Qwen2.5-VL-3B | 3,754,622,976 | --lora-rank 16 | 1 | 15.0 | 0.0 | 0.0 | 11.3 | 5.1 | "
+    assert lora + "26.3 |" in printed
+
+
+@pytest.mark.parametrize("name", bench.SHAPES)
+def test_folder_of_a_large_shape_trains(name, tmp_path, monkeypatch):
+    """The folder that `bench.py size --out` writes, here of fewer and narrower layers."""
+    kind, tied, text, vision = bench.SHAPES[name]
+    text = text | dict(hidden_size=128 * 2, intermediate_size=64, num_hidden_layers=1,
+                       num_attention_heads=2, num_key_value_heads=1, vocab_size=1000)
+    wide = "out_hidden_size" if "out_hidden_size" in vision else "hidden_size"
+    vision = vision | dict(depth=1, num_heads=2) | {wide: 256}
+    monkeypatch.setitem(bench.SHAPES, name, (kind, tied, text, vision))
+    folder = tmp_path / "shape"
+    bench.size(bench.Size(shape=name, out=str(folder), env="FrozenLake"))
+    run = tmp_path / "run"
+    train_hygae.main(small(run, model=str(folder), random_init=True, cold_start=0, lora_rank=2,
+                           max_tokens=3))
+    last = [r for r in map(json.loads, (run / "metrics.jsonl").open()) if "loss/total" in r][-1]
+    assert last["optim/skipped"] == 0 and last["rollout/all_tokens"] > 100
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--gpus", "0"], "--gpus (0,) must be at least 1"),
+    (["--micro-batch", "0"], "--micro-batch 0 must be at least 1"),
+    (["--shape", "Qwen2-VL-2B"], "--shape and --out go together"),
+    (["--shape", "GPT", "--out", "x"], "--shape GPT is not known; known: Qwen2-VL-2B"),
+])
+def test_wrong_flags_of_size(flags, message, capsys):
+    with pytest.raises(SystemExit):
+        tyro.cli(bench.Size, args=flags)
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())

@@ -602,19 +602,22 @@ def setup(args):
     return rank, world, device, run, found[-1] if found else None
 
 
+def vocabulary(env) -> list[str]:
+    """What a world and its expert say: the words that the tiny model's tokenizer gets."""
+    texts = [env.system_prompt, "Invalid reply. "]
+    for seed in range(200) if not hasattr(env, "texts") else ():
+        for observation, reply, _ in expert_episode(env, seed, noise=0.5):
+            texts += [observation["text"], reply]
+    return texts + getattr(env, "texts", [])
+
+
 def build_policy(args, rank, device, run: Path, checkpoint):
     """The policy of a checkpoint, of --model, or the tiny one, which rank 0 makes and all load."""
     source = str(checkpoint or args.model)
     if source == "tiny":
         source = str(run / "tiny")
         if rank == 0:
-            env = args.make_env("train")
-            texts = [env.system_prompt, "Invalid reply. "]  # the words of the world and its expert
-            for seed in range(200) if not hasattr(env, "texts") else ():
-                for observation, reply, _ in expert_episode(env, seed, noise=0.5):
-                    texts += [observation["text"], reply]
-            texts += getattr(env, "texts", [])
-            make_tiny(source, texts, args.seed)
+            make_tiny(source, vocabulary(args.make_env("train")), args.seed)
         if dist.is_initialized():
             dist.barrier()
     if checkpoint and args.lora_rank:  # its merged weights are rounded: adapters go on their base
