@@ -235,13 +235,13 @@ def save_policy(policy: "Policy", folder: str | Path, write: bool = True) -> Non
 def text_attention(module, query, key, value, attention_mask, **options):
     """SDPA, but for single new tokens two matrix products, about twice as fast on a CPU.
 
-    query [B, heads, 1, D], key and value [B, kv_heads, slots, D], mask bool [B, 1, 1, slots].
+    query [B, heads, 1, D], key and value [B, kv_heads, slots, D], mask [B, 1, 1, slots]: 0 or -inf.
     """
     if query.shape[2] > 1 or attention_mask is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     grouped = rearrange(query, "b (kv g) 1 d -> b kv g d", kv=key.shape[1])
     scores = (grouped @ key.transpose(2, 3)) * options["scaling"]
-    weights = scores.masked_fill(~attention_mask, -torch.inf).softmax(-1)
+    weights = (scores + attention_mask).softmax(-1).to(value.dtype)  # float32, as the mask is
     return rearrange(weights @ value, "b kv g d -> b 1 (kv g) d"), None
 
 
@@ -517,10 +517,11 @@ class Policy(nn.Module):
         one = side == self.processor.patch_size and self.processor.temporal_patch_size == 1
         if fits and one and len(shapes) == 1:  # the tiny model: the same arithmetic, but faster
             mean, std = torch.tensor([self.processor.image_mean, self.processor.image_std])
-            frames = torch.from_numpy(np.stack(images)).float() * self.processor.rescale_factor
+            frames = torch.from_numpy(np.stack(images))  # bytes, while they are moved about
             rows, columns = frames.shape[1] // side, frames.shape[2] // side
-            frames = rearrange((frames - mean) / std, "n (h p) (w q) c -> n (h w) (c p q)", p=side,
-                               q=side)
+            frames = rearrange(frames, "n (h p) (w q) c -> n (h w) c (p q)", p=side, q=side).float()
+            frames.mul_(self.processor.rescale_factor).sub_(mean[:, None]).div_(std[:, None])
+            frames = frames.flatten(2)
             return [(pixels, torch.tensor([1, rows, columns])) for pixels in frames]
         out = self.processor(
             images=images, return_tensors="pt", input_data_format="channels_last",
@@ -573,12 +574,16 @@ class PackedCache(Cache):
     def place(self, count: int, width: int) -> Tensor:
         """Say where the next `update`s write: `width` slots for each of the first `count` rows.
 
-        Returns the attention mask, bool [count, 1, width, slots]: a token sees all up to itself.
+        Returns the attention mask [count, 1, width, slots], a token sees all up to itself: bool, or
+        for single tokens what `text_attention` adds to the scores.
         """
         self.slots = self.filled[:count, None] + torch.arange(width, device=self.filled.device)
         self.rows = torch.arange(count, device=self.filled.device)[:, None]
         self.end = int(self.slots.max()) + 1
-        return (torch.arange(self.end, device=self.filled.device) <= self.slots[..., None])[:, None]
+        seen = torch.arange(self.end, device=self.filled.device) <= self.slots[..., None]
+        if width == 1:
+            return torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, -torch.inf)[:, None]
+        return seen[:, None]
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args, **kwargs):
         out = []

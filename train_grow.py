@@ -844,7 +844,7 @@ def build_policy(args, rank, device, run: Path, checkpoint):
 
 def place(policy, args, device) -> None:
     """Cut it over the processes, or leave it whole on its device."""
-    policy.device = device
+    policy.device = torch.device(device)
     if args.shard:
         shard(policy, bf16=args.bf16, offload=args.offload)
     policy.bf16 = args.bf16 and not args.shard
