@@ -41,7 +41,6 @@ from typing import Annotated
 
 import torch
 import tyro
-from einops import rearrange
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
@@ -56,6 +55,14 @@ from large import peak_memory
 from models import SPECIAL, Dialogue, Policy, Transcript, collate, take, tiny_tokenizer
 from train_grow import Sample, advantages_of, transcribe
 from train_hygae import Args, accumulate, build_policy, vocabulary
+
+
+def positive(options, *names: str) -> None:
+    """Raise ValueError where a flag, or one of its numbers, is below 1, or it has none."""
+    for name in names:
+        value = getattr(options, name)
+        if min(value if isinstance(value, tuple) else (value,), default=0) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,9 @@ class Speed:
     """Measurements of each; the best one counts."""
     threads: int = 1
     """Torch threads."""
+
+    def __post_init__(self):
+        positive(self, "num_envs", "max_tokens", "repeats", "threads")
 
 
 @dataclass(frozen=True)
@@ -106,12 +116,9 @@ class Size:
     """World whose words the small tokenizer gets."""
 
     def __post_init__(self):
-        for name, low in (("gpus", min(self.gpus, default=0)), ("num_envs", self.num_envs),
-                          ("tokens", self.tokens), ("generated", self.generated),
-                          ("micro_batch", self.micro_batch)):
-            if low < 1:
-                flag = "--" + name.replace("_", "-")
-                raise ValueError(f"{flag} {getattr(self, name)} must be at least 1")
+        positive(self, "gpus", "num_envs", "tokens", "generated", "micro_batch")
+        if self.generated > self.tokens:
+            raise ValueError(f"--generated {self.generated} is more than --tokens {self.tokens}")
         if bool(self.shape) != bool(self.out):
             raise ValueError("--shape and --out go together")
         if self.shape and self.shape not in SHAPES:
@@ -134,11 +141,7 @@ class Memory:
     """File to write, for plot.py."""
 
     def __post_init__(self):
-        for name, low in (("lengths", min(self.lengths, default=0)), ("threads", self.threads),
-                          ("micro_batch", self.micro_batch)):
-            if low < 1:
-                flag = "--" + name.replace("_", "-")
-                raise ValueError(f"{flag} {getattr(self, name)} must be at least 1")
+        positive(self, "lengths", "threads", "micro_batch")
 
 
 def generate_afresh(policy: Policy, scripts: list[Transcript], limit: int) -> list[list[int]]:
@@ -499,8 +502,8 @@ GB = 1e9
 
 
 def account(config, count: int, gpus: int, how: str, options: Size) -> dict:
-    """GB on each GPU, estimated, the largest parts alone. count: parameters. how: "whole",
-    "shards", "lora".
+    """GB on each GPU, estimated, the largest parts alone; shared critic, no KL reference. count:
+    parameters. how: "whole", "shards", "lora".
 
     weights: float32. training: gradient and two moments, float32, of what is trained.
     copies: of all weights in bfloat16: with shards while the policy plays, without during every

@@ -3,6 +3,7 @@ process. Shards and lost processes are in test_distributed.py."""
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -422,6 +423,14 @@ def test_gradient_of_each_term_does_not_depend_on_the_cut(folders, kind, term, t
     assert head > 0 if term == "value" else head == 0
 
 
+def test_speed_measures_rollout_and_every_update(capsys):
+    bench.speed(bench.Speed(num_envs=6, max_tokens=4, repeats=1))
+    printed = capsys.readouterr().out
+    for name in (*("models.Dialogue", "generate afresh every turn"), *bench.UPDATES):
+        assert re.search(rf", {name}: [1-9][\d,]* tokens/s", printed), name
+    assert printed.count("x\n") == 4, "a ratio is missing"
+
+
 # ------------------------------------------------------------------------ the large ones' shape
 def test_large_shapes_have_the_published_parameter_counts(capsys):
     """Counts that the hub shows for the three; the table's first row by hand."""
@@ -456,6 +465,7 @@ def test_folder_of_a_large_shape_trains(name, tmp_path, monkeypatch):
 @pytest.mark.parametrize("flags, message", [
     (["--gpus", "0"], "--gpus (0,) must be at least 1"),
     (["--micro-batch", "0"], "--micro-batch 0 must be at least 1"),
+    (["--generated", "9", "--tokens", "8"], "--generated 9 is more than --tokens 8"),
     (["--shape", "Qwen2-VL-2B"], "--shape and --out go together"),
     (["--shape", "GPT", "--out", "x"], "--shape GPT is not known; known: Qwen2-VL-2B"),
 ])
